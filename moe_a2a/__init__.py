@@ -1,0 +1,24 @@
+"""moe_a2a: Mixture-of-Experts dispatch and combine for PyTorch, over shared windows with payload and epoch flags.
+
+Shape symbols, here and everywhere in the package: T tokens of a rank, H hidden size, E experts, K top-k, R ranks, N received
+rows.
+"""
+
+from . import errors
+from .exchange import Dispatched, Handle, combine, dispatch
+from .group import EPGroup, SizeHint
+from .routing import send_counts
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dispatched",
+    "EPGroup",
+    "Handle",
+    "SizeHint",
+    "__version__",
+    "combine",
+    "dispatch",
+    "errors",
+    "send_counts",
+]

@@ -1,0 +1,136 @@
+"""Operator schemas, fakes and autograd; nothing else.
+
+Two levels. ``dispatch`` and ``combine`` are the operators for models: functional, with fakes, known to autograd. The ``_raw``
+ones are what they and the Python functions call: C++, no autograd key, as little as possible around the kernel.
+``send_counts`` is one operator for both.
+
+A group is passed as its name, a string, so that a graph that holds the call can be kept, printed and cached.
+
+Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .group import find_group
+from .op_host import native  # noqa: F401  loads the C++ kernels
+from .op_host.layout import CODE_DTYPES, handle_words
+
+LIB = torch.library.Library("moe_a2a", "DEF")
+
+LIB.define("send_counts(Tensor topk_idx, int num_experts) -> (Tensor counts, Tensor slot)")
+LIB.define(
+    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0)"
+    " -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor handle)"
+)
+LIB.define("combine(Tensor y, Tensor handle, Tensor? topk_weights, SymInt num_tokens, str group) -> Tensor")
+LIB.define(
+    "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0)"
+    " -> (Tensor x, Tensor weights, Tensor handle)"
+)
+LIB.define("combine_raw(Tensor y, Tensor handle, Tensor? topk_weights, str group) -> Tensor")
+LIB.define("window_x(int num_tokens, int hidden, int dtype_code, str group) -> Tensor")
+LIB.define("window_y(Tensor handle, int hidden, int dtype_code, str group) -> Tensor")
+
+
+# ------------------------------------------------------------------------------------------------------------------ fakes
+
+
+def _new_rows() -> Any:
+    """N, which only the run knows."""
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _handle_size(topk_idx: Tensor, group_name: str) -> Any:
+    group = find_group(group_name)
+    return handle_words(
+        num_tokens=topk_idx.shape[0],
+        top_k=topk_idx.shape[1],
+        world_size=group.world_size,
+        num_experts=group.num_experts,
+        local_experts=group.num_local_experts,
+    )[-1]
+
+
+@torch.library.register_fake("moe_a2a::send_counts", lib=LIB)
+def _(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return topk_idx.new_empty(num_experts, dtype=torch.int64), topk_idx.new_empty(
+        topk_idx.shape, dtype=torch.int32
+    )
+
+
+@torch.library.register_fake("moe_a2a::dispatch_raw", lib=LIB)
+def _(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _new_rows()
+    weights = x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows)
+    return (
+        x.new_empty(rows, x.shape[1]),
+        weights,
+        x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("moe_a2a::dispatch", lib=LIB)
+def _(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = _new_rows()
+    local = find_group(group).num_local_experts
+    weights = x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows)
+    return (
+        x.new_empty(rows, x.shape[1]),
+        x.new_empty(local, dtype=torch.int64),
+        x.new_empty(local + 1, dtype=torch.int32),
+        weights,
+        x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("moe_a2a::combine", lib=LIB)
+def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, num_tokens: int, group: str) -> Tensor:
+    return y.new_empty(num_tokens, y.shape[1])
+
+
+@torch.library.register_fake("moe_a2a::combine_raw", lib=LIB)
+def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, group: str) -> Tensor:
+    return y.new_empty(_new_rows() if topk_weights is None else topk_weights.shape[0], y.shape[1])
+
+
+@torch.library.register_fake("moe_a2a::window_x", lib=LIB)
+def _(num_tokens: int, hidden: int, dtype_code: int, group: str) -> Tensor:
+    stride = find_group(group).layout.row_stride(hidden, CODE_DTYPES[dtype_code].itemsize)
+    return torch.empty_strided(
+        (num_tokens, hidden), (stride // CODE_DTYPES[dtype_code].itemsize, 1), dtype=CODE_DTYPES[dtype_code]
+    )
+
+
+@torch.library.register_fake("moe_a2a::window_y", lib=LIB)
+def _(handle: Tensor, hidden: int, dtype_code: int, group: str) -> Tensor:
+    stride = find_group(group).layout.row_stride(hidden, CODE_DTYPES[dtype_code].itemsize)
+    return handle.new_empty_strided(
+        (_new_rows(), hidden), (stride // CODE_DTYPES[dtype_code].itemsize, 1), dtype=CODE_DTYPES[dtype_code]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- autograd
+
+
+def _no_backward(operation: str) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            f"moe_a2a.{operation}: this version computes no gradients through {operation}; run it under torch.no_grad(), "
+            "or detach its inputs. Training comes with the fused operator"
+        )
+
+    return backward
+
+
+# Without a formula autograd would return outputs that look like constants and lose the gradient without a word.
+for _operation in ("dispatch", "combine"):
+    torch.library.register_autograd(f"moe_a2a::{_operation}", _no_backward(_operation), lib=LIB)

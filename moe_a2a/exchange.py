@@ -1,0 +1,263 @@
+"""dispatch and combine, as users call them.
+
+When no gradient is asked for they call the raw C++ operators, with nothing in between; otherwise the operators that
+autograd knows.
+
+Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import _ops, errors
+from .group import EPGroup, find_group
+from .op_host import native
+from .op_host.layout import DTYPE_CODES, HandleView
+
+_dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
+_combine_raw = torch.ops.moe_a2a.combine_raw.default
+_dispatch = torch.ops.moe_a2a.dispatch.default
+_combine = torch.ops.moe_a2a.combine.default
+
+
+class Handle:
+    """What combine needs of a dispatch. Good for one combine, while fewer than ``depth`` newer dispatches have started.
+
+    Attributes:
+        meta: int64 [words], the tensor the operators pass around; read by :class:`op_host.layout.HandleView`.
+        group: the EPGroup.
+    """
+
+    __slots__ = ("_view", "group", "meta")
+
+    def __init__(self, meta: Tensor, group: EPGroup) -> None:
+        self.meta = meta
+        self.group = group
+        self._view: HandleView | None = None
+
+    @property
+    def view(self) -> HandleView:
+        """The handle tensor's fields."""
+        if self._view is None:
+            self._view = HandleView(self.meta)
+        return self._view
+
+    @property
+    def epoch(self) -> int:
+        """n, the call number of the dispatch."""
+        return self.view.epoch
+
+    @property
+    def num_tokens(self) -> int:
+        """T of the dispatch."""
+        return self.view.num_tokens
+
+    @property
+    def top_k(self) -> int:
+        """K of the dispatch."""
+        return self.view.top_k
+
+    @property
+    def send_count_matrix(self) -> Tensor:
+        """[R, E] int32: rows each rank sent to each expert."""
+        return self.view.counts_RE
+
+    def __repr__(self) -> str:
+        return f"Handle(call {self.epoch}, T={self.num_tokens}, K={self.top_k}, N={self.view.rows}, {self.group.name})"
+
+
+class Dispatched:
+    """What dispatch returns.
+
+    Attributes:
+        x: [N, H], rows in (local expert, source rank, token, k) order.
+        weights: [N] in topk_weights' dtype, or None when none were given.
+        handle: what combine needs.
+    """
+
+    __slots__ = ("handle", "weights", "x")
+
+    def __init__(self, x: Tensor, weights: Tensor | None, handle: Handle) -> None:
+        self.x = x
+        self.weights = weights
+        self.handle = handle
+
+    @property
+    def counts(self) -> Tensor:
+        """[E_local] int64: rows of each local expert."""
+        return self.handle.view.counts
+
+    @property
+    def offsets(self) -> Tensor:
+        """[E_local + 1] int32: first row of each local expert, and N; ``offsets[1:]`` is what F.grouped_mm takes."""
+        return self.handle.view.offsets
+
+    def empty_like_rows(self, dtype: torch.dtype | None = None, hidden: int | None = None) -> Tensor:
+        """An uninitialised [N, H] tensor in this rank's window for the experts' results, so that combine copies nothing.
+
+        One a handle: every call returns the same memory. It may be written until combine, and must not be afterwards, nor
+        once the handle has expired. On the collective transport it is an ordinary tensor.
+
+        Args:
+            dtype: x's by default.
+            hidden: x's H by default.
+        """
+        dtype = self.x.dtype if dtype is None else dtype
+        hidden = self.x.shape[1] if hidden is None else hidden
+        code = DTYPE_CODES.get(dtype)
+        if code is None:
+            raise errors.BadType(
+                f"moe_a2a.Dispatched.empty_like_rows: dtype = {dtype}; expected a float type that travels"
+            )
+        group = self.handle.group
+        if group._exchange is not None:
+            return self.x.new_empty(self.x.shape[0], hidden, dtype=dtype)
+        try:
+            return torch.ops.moe_a2a.window_y.default(self.handle.meta, hidden, code, group.name)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            native.raise_failure(error, None)
+
+    def __repr__(self) -> str:
+        return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _tag_id(tag: str | int) -> int:
+    """A tag as the 64-bit number that records carry; the same on every rank."""
+    if isinstance(tag, int):
+        if not -(2**63) <= tag < 2**63:
+            raise errors.BadValue(f"moe_a2a.dispatch: tag = {tag}; expected a 64-bit integer or a string")
+        return tag
+    return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def dispatch(
+    x: Tensor,
+    topk_idx: Tensor,
+    group: EPGroup,
+    topk_weights: Tensor | None = None,
+    *,
+    tag: str | int | None = None,
+) -> Dispatched:
+    """Sends every token to the ranks that own its experts. Collective: every rank of the group calls it.
+
+    Args:
+        x: [T, H] float32, bfloat16, float16 or float64, any strides. T may be 0 and differ between ranks; H and dtype may not.
+        topk_idx: [T, K] int32 or int64, any strides; global expert ids, -1 for no expert, duplicates allowed.
+        group: the EPGroup.
+        topk_weights: [T, K] of a float type, any strides; travel with the rows when given. Must be given by all ranks or none.
+        tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch`` instead of each other's rows.
+
+    Returns:
+        :class:`Dispatched`; its tensors are this rank's own and never alias a window.
+
+    Raises:
+        BadType, BadValue: bad input on this rank, before anything was sent.
+        PeerAborted: bad input on another rank. CallMismatch: the ranks' calls differ. WindowTooSmall: some rank would receive
+        more than max_recv_rows rows. The group stays usable after each of these.
+        PeerTimeout, PeerLost: a peer didn't come, ended or left; the group is poisoned.
+        GroupPoisoned, GroupClosed: no further calls.
+    """
+    try:
+        if (
+            group._exchange is None
+            and not group._closed
+            and not (
+                torch.is_grad_enabled()
+                and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
+            )
+        ):
+            rows, weights, meta = _dispatch_raw(
+                x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
+            )
+        else:
+            rows, _, _, weights, meta = _dispatch(
+                x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
+            )
+    except Exception as error:
+        _fail("moe_a2a.dispatch", group, error)
+    return Dispatched(rows, None if topk_weights is None else weights, Handle(meta, group))
+
+
+def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None = None) -> Tensor:
+    """Brings the experts' results back and sums the K rows of each token. Collective, once for a handle.
+
+    Args:
+        y: [N, H] of a float type, any strides: a result for each row of ``Dispatched.x``, in its order. The dtype may be
+            another than x's, and must be the same on all ranks.
+        handle: of the dispatch.
+        topk_weights: [T, K] of a float type; None sums the rows as they are.
+
+    Returns:
+        [T, H] in y's dtype: ``sum over k of weight * y``, accumulated in the wider of float32 and y's dtype, in k order,
+        multiply then add, rounded once; exact zeros for a token whose slots are all dropped.
+
+    Raises:
+        HandleExpired: combined before, or ``depth`` newer dispatches have started (a local error: nothing was sent).
+        BadType, BadValue: bad y or weights on this rank. PeerAborted: bad y on a rank that has rows of this one.
+        CallMismatch: y's dtype or H differs. The handle is closed and the group stays usable after each of these.
+        PeerTimeout, PeerLost: a peer didn't come, ended or left; the group is poisoned.
+    """
+    try:
+        group = handle.group
+    except AttributeError:
+        raise errors.BadType(
+            f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
+        ) from None
+    try:
+        if (
+            group._exchange is None
+            and not group._closed
+            and not (
+                torch.is_grad_enabled()
+                and (y.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
+            )
+        ):
+            return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
+        return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
+    except Exception as error:
+        native.raise_failure(error, None)
+
+
+def _fail(operation: str, group: Any, error: Exception) -> NoReturn:
+    """Raises the named error behind ``error``; see native.raise_failure."""
+    if not isinstance(group, EPGroup):
+        raise errors.BadType(f"{operation}: group is a {type(group).__name__}; expected an EPGroup") from None
+    if group._closed:
+        group._check_open(operation)
+    native.raise_failure(error, group.name if group._exchange is None else None)
+
+
+# ------------------------------------------------------------------------------------------- the differentiable operators
+
+
+def _dispatch_impl(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    exchange = find_group(group)._exchange
+    if exchange is not None:
+        rows, weights, meta = exchange.dispatch(x, topk_idx, topk_weights, tag)
+    else:
+        rows, weights, meta = _dispatch_raw(x, topk_idx, topk_weights, group, tag)
+    view = HandleView(meta)
+    # Copies: an operator's outputs must not be views of each other.
+    return rows, view.counts.clone(), view.offsets.clone(), weights, meta
+
+
+def _combine_impl(
+    y: Tensor, handle: Tensor, topk_weights: Tensor | None, num_tokens: int, group: str
+) -> Tensor:
+    exchange = find_group(group)._exchange
+    if exchange is not None:
+        return exchange.combine(y, handle, topk_weights)
+    return _combine_raw(y, handle, topk_weights, group)  # type: ignore[no-any-return]
+
+
+_ops.LIB.impl("dispatch", _dispatch_impl, "CPU")
+_ops.LIB.impl("combine", _combine_impl, "CPU")

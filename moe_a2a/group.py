@@ -1,0 +1,651 @@
+"""EPGroup: the ranks that share experts, their windows, and the life of both."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import errors
+from .op_host import native, transport
+from .op_host.layout import (
+    CODE_DTYPES,
+    DTYPE_CODES,
+    LAYOUT_VERSION,
+    Format,
+    WindowLayout,
+    expert_ranges,
+    window_layout,
+)
+from .op_host.tiling import cpu_tiling
+from .op_host.window import (
+    WindowAddress,
+    WindowFile,
+    WindowServer,
+    boot_id,
+    create_window,
+    free_memory,
+    open_by_proc,
+    open_by_socket,
+)
+from .reference import CollectiveExchange
+
+T_ = TypeVar("T_")
+
+_numbers = itertools.count(1)
+_groups: weakref.WeakValueDictionary[str, EPGroup] = weakref.WeakValueDictionary()
+
+
+def find_group(name: str) -> EPGroup:
+    """The open group of this name in this process (operators take a group by its name)."""
+    group = _groups.get(name)
+    if group is None or group.closed:
+        raise errors.GroupClosed(
+            f'moe_a2a: there is no open group named "{name}" in this process; it was closed, or the name is wrong '
+            "(it is EPGroup.name)"
+        )
+    return group
+
+
+@dataclass(frozen=True)
+class SizeHint:
+    """Memory that a group takes on each rank, in bytes."""
+
+    total_bytes: int
+    regions: dict[str, int]
+    layout: WindowLayout
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name} {size / 2**20:.1f}" for name, size in self.regions.items() if size >= 2**16
+        )
+        return f"{self.total_bytes / 2**20:.1f} MiB a rank ({parts} MiB)"
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What every rank must pass alike; compared field by field at creation."""
+
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    hidden_size: int
+    dtype: str
+    max_recv_rows: int
+    depth: int
+    transport: str
+    timeout: float
+    warmup_timeout: float
+    record_format: str
+    code_max: int | None
+    first_epoch: int
+    layout_version: int = LAYOUT_VERSION
+
+
+class _Meeting:
+    """All-gathers small objects between the ranks of a group while it is being made."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
+        self.process_group = process_group
+        self.rank = rank
+        self.world_size = world_size
+
+    def gather(self, value: T_) -> list[T_]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def attempt(self, step: Callable[[], T_]) -> tuple[T_ | None, list[Exception | None]]:
+        """Runs a step that may fail on some ranks only; returns its value and every rank's error."""
+        value, error = None, None
+        try:
+            value = step()
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
+            error = caught
+        reasons = self.gather(None if error is None else (type(error).__name__, str(error)))
+        failed: list[Exception | None] = [
+            None if reason is None else RuntimeError(f"rank {rank}: {reason[0]}: {reason[1]}")
+            for rank, reason in enumerate(reasons)
+        ]
+        if error is not None:
+            failed[self.rank] = error
+        return value, failed
+
+
+def _resolve(process_group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
+    """(process group, rank, world size) of what the user passed."""
+    if process_group is None:
+        if dist.is_available() and dist.is_initialized():
+            return None, dist.get_rank(), dist.get_world_size()
+        return None, 0, 1
+    if hasattr(process_group, "get_group") and hasattr(process_group, "mesh_dim_names"):  # a DeviceMesh
+        if process_group.ndim != 1:
+            raise errors.BadValue(
+                f"moe_a2a.EPGroup: process_group is a DeviceMesh with {process_group.ndim} dimensions "
+                f"{process_group.mesh_dim_names}; pass the one for experts, such as mesh['ep']"
+            )
+        process_group = process_group.get_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise errors.BadType(
+            f"moe_a2a.EPGroup: process_group is a {type(process_group).__name__}; expected a torch ProcessGroup, a "
+            "one-dimensional DeviceMesh or None (a rank that isn't in the group has no EPGroup)"
+        )
+    return process_group, dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
+def default_recv_rows(world_size: int, max_tokens: int, top_k: int) -> int:
+    """Twice the fair share of rows, and never more than there can be."""
+    return min(2, world_size) * max_tokens * top_k
+
+
+class EPGroup:
+    """The ranks among which experts are spread, with a window of shared memory each.
+
+    Making one is a collective call: every rank of ``process_group`` passes the same values, which is checked. The operators
+    on the group are collective, too: every rank makes the same calls in the same order, with any number of tokens.
+
+    Args:
+        process_group: a torch ProcessGroup or one-dimensional DeviceMesh; None is the default group, or one rank alone if
+            torch.distributed isn't initialised. Needed during the call only, unless the transport is "collective".
+        num_experts: E, experts in all; any number. The first E mod R ranks own one expert more than the others.
+        top_k: the largest K.
+        max_tokens: the largest T, tokens of one rank in one dispatch.
+        hidden_size, dtype: the widest row; layers with narrower rows can share the group.
+        max_recv_rows: rows the window holds for what this rank's experts return; None is twice the fair share. More
+            in one dispatch is ``WindowTooSmall`` on every rank.
+        depth: handles open at once, at least 2: a handle can be combined while fewer than ``depth`` newer dispatches have
+            started.
+        transport: "auto", "cpu-shm" (windows in shared memory, one host) or "collective" (torch.distributed).
+        timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
+        warmup_timeout: the same, until a peer's first call.
+        record_format: "auto", "compact" or "portable" (see docs/protocol.md).
+
+    Raises:
+        BadValue, BadType: an argument can't be used, or ranks differ; on every rank.
+        OutOfMemory: the host hasn't enough memory for the windows; has needed and free bytes; on every rank.
+        TransportUnavailable: the transport asked for can't be had, with the reason; on every rank.
+
+    Attributes:
+        rank, world_size, num_experts, top_k, max_tokens, hidden_size, dtype, max_recv_rows, depth: as above.
+        name: what operators call the group by, unique in this process.
+        local_experts: range of the global ids of this rank's experts; num_local_experts is its length.
+        transport: what was chosen and why.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        max_recv_rows: int | None = None,
+        depth: int = 2,
+        transport: str = "auto",
+        timeout: float = 600.0,
+        warmup_timeout: float = 3600.0,
+        record_format: str = "auto",
+        _code_max: int | None = None,
+        _first_epoch: int = 1,
+    ) -> None:
+        self._closed = False
+        self._exchange: CollectiveExchange | None = None
+        self._window: native.MappedWindow | None = None
+        group, rank, world_size = _resolve(process_group)
+        meeting = _Meeting(group, rank, world_size)
+        self.rank, self.world_size = rank, world_size
+
+        def checked() -> tuple[_Config, WindowLayout]:
+            return _check_arguments(
+                rank,
+                world_size,
+                num_experts=num_experts,
+                top_k=top_k,
+                max_tokens=max_tokens,
+                hidden_size=hidden_size,
+                dtype=dtype,
+                max_recv_rows=max_recv_rows,
+                depth=depth,
+                transport_name=transport,
+                timeout=timeout,
+                warmup_timeout=warmup_timeout,
+                record_format=record_format,
+                code_max=_code_max,
+                first_epoch=_first_epoch,
+            )
+
+        value, failed = meeting.attempt(checked)
+        _raise_first(failed, rank, errors.BadValue, "moe_a2a.EPGroup")
+        assert value is not None
+        config, layout = value
+        _compare(meeting.gather(config))
+
+        self.num_experts, self.top_k, self.max_tokens = num_experts, top_k, max_tokens
+        self.hidden_size, self.dtype, self.depth = hidden_size, dtype, config.depth
+        self.max_recv_rows = config.max_recv_rows
+        self._ranges = expert_ranges(num_experts, world_size)
+        self.local_experts = self._ranges[rank]
+        self.num_local_experts = len(self.local_experts)
+        self.name = f"moe_a2a.{next(_numbers)}"
+        self.layout = layout
+        self.process_group = group
+        self.transport = self._choose(meeting, config)
+        _groups[self.name] = self
+
+    # ------------------------------------------------------------------------------------------------ making it
+
+    def _choose(self, meeting: _Meeting, config: _Config) -> transport.Transport:
+        """Takes the first transport that every rank can have, and sets it up."""
+        if config.transport == "collective":
+            self._make_exchange(config)
+            return transport.collective("asked for")
+        reason = self._make_windows(meeting, config)
+        if reason is None:
+            hosts = (
+                "one rank"
+                if meeting.world_size == 1
+                else f"all {meeting.world_size} ranks opened each other's windows"
+            )
+            return transport.cpu_shm(hosts)
+        if config.transport == "cpu-shm":
+            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: transport cpu-shm can't be had: {reason}")
+        self._make_exchange(config)
+        return transport.collective(f"windows can't be had: {reason}")
+
+    def _make_exchange(self, config: _Config) -> None:
+        self._exchange = CollectiveExchange(
+            self.process_group,
+            self.rank,
+            self.world_size,
+            self.num_experts,
+            self.top_k,
+            self.max_tokens,
+            self.hidden_size,
+            self.dtype,
+            self.max_recv_rows,
+            self.depth,
+            timeout=config.timeout,
+            warmup_timeout=config.warmup_timeout,
+        )
+        self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, self._exchange.close)
+
+    def _make_windows(self, meeting: _Meeting, config: _Config) -> str | None:
+        """Creates, opens and maps the windows. Returns why that can't be done here, None when it was done."""
+        hosts = meeting.gather((boot_id(), free_memory()))
+        neighbours = [free for boot, free in hosts if boot == hosts[self.rank][0]]
+        needed = self.layout.total_bytes * len(neighbours)
+        short = meeting.gather(needed > min(neighbours))
+        if any(short):
+            raise errors.OutOfMemory(
+                f"moe_a2a.EPGroup: the windows need {needed} bytes on this host ({len(neighbours)} ranks x "
+                f"{self.layout.total_bytes}), {min(neighbours)} bytes are free (rank {short.index(True)} says it isn't "
+                "enough). Lower max_tokens, max_recv_rows or depth; EPGroup.size_hint tells what they cost"
+            )
+        window, failed = meeting.attempt(lambda: create_window(self.layout, self.rank))
+        if any(failed):
+            if window is not None:
+                os.close(window.fd)
+            return str(next(error for error in failed if error))
+        assert window is not None
+        try:
+            return self._open_windows(meeting, config, window)
+        finally:
+            os.close(window.fd)  # mappings keep the memory; a descriptor is needed only to pass it on
+
+    def _open_windows(self, meeting: _Meeting, config: _Config, window: WindowFile) -> str | None:
+        addresses = meeting.gather(window.announce())
+        with contextlib.ExitStack() as stack:
+            fds: dict[int, int] = {}
+
+            def close_fds() -> None:
+                for fd in fds.values():
+                    os.close(fd)
+
+            stack.callback(close_fds)
+
+            def open_peers(opener: Callable[[int, WindowAddress], int]) -> None:
+                for peer, address in enumerate(addresses):
+                    if peer != self.rank and peer not in fds:
+                        fds[peer] = opener(peer, address)
+
+            _, failed = meeting.attempt(lambda: open_peers(lambda _, address: open_by_proc(address)))
+            by_proc = self.rank not in [rank for rank, error in enumerate(failed) if error]
+            if any(failed):
+                # The server's name is gathered by ranks that need none, too: each serves those who couldn't open it.
+                server = stack.enter_context(WindowServer(window))
+                servers = meeting.gather(server.address)
+                _, failed = meeting.attempt(
+                    lambda: open_peers(lambda peer, address: open_by_socket(address, servers[peer]))
+                )
+                if any(failed):
+                    return "; ".join(str(error) for error in failed if error)
+
+            mapped: dict[int, native.MappedWindow] = {}
+
+            def map_all() -> None:
+                mapped[self.rank] = native.map_window(window.fd, window.size, fill=True)
+
+            def map_peers() -> None:
+                for peer, fd in fds.items():
+                    mapped[peer] = native.map_window(fd, window.size, fill=False)
+
+            # First every rank fills its own window, then the others map it: pages that exist as huge ones are mapped as such.
+            for step in (map_all, map_peers):
+                _, failed = meeting.attempt(step)
+                if any(failed):
+                    for mapping in mapped.values():
+                        mapping.unmap()
+                    raise errors.OutOfMemory(
+                        "moe_a2a.EPGroup: mapping the windows failed: "
+                        + "; ".join(str(error) for error in failed if error)
+                    )
+            pidfds = [
+                _pidfd(address.pid) if by_proc and peer != self.rank else -1
+                for peer, address in enumerate(addresses)
+            ]
+            native.create_group(
+                self.name,
+                self.layout,
+                self.rank,
+                cpu_tiling(self.world_size),
+                [mapped[peer] for peer in range(self.world_size)],
+                pidfds,
+                int(config.timeout * 1e9),
+                int(config.warmup_timeout * 1e9),
+                config.first_epoch,
+            )
+            self._window = mapped[self.rank]
+            self._windows = [mapped[peer] for peer in range(self.world_size)]
+            # Also at interpreter exit, so that peers hear of it at once.
+            self._finalizer = weakref.finalize(self, native.close_group, self.name)
+            meeting.gather(None)  # nobody closes descriptors or the server before all have mapped
+        return None
+
+    # ------------------------------------------------------------------------------------------------- using it
+
+    def expert_range(self, rank: int) -> range:
+        """Global ids of the experts of ``rank``."""
+        return self._ranges[rank]
+
+    def empty(
+        self, num_tokens: int, hidden: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """An uninitialised tensor [num_tokens, hidden] that lies in this rank's window, so that dispatch needn't copy it.
+
+        It serves one dispatch, and must not be written again until the next dispatch on the group has returned: peers may
+        be reading it. ``depth`` such tensors can exist at once. With the portable record format rows are padded to 512
+        bytes, so the tensor isn't contiguous. On the collective transport it is an ordinary tensor.
+
+        Args:
+            num_tokens: T, at most max_tokens.
+            hidden: H; the group's hidden_size by default.
+            dtype: the group's by default.
+
+        Raises:
+            BadValue: it doesn't fit the group. WindowBusy: all of them are in use.
+        """
+        hidden = self.hidden_size if hidden is None else hidden
+        dtype = self.dtype if dtype is None else dtype
+        self._check_open("moe_a2a.EPGroup.empty")
+        code = DTYPE_CODES.get(dtype)
+        if code is None:
+            raise errors.BadType(
+                f"moe_a2a.EPGroup.empty: dtype = {dtype}; expected one of {_names(DTYPE_CODES)}"
+            )
+        if self._exchange is not None:
+            return torch.empty(num_tokens, hidden, dtype=dtype)
+        try:
+            return torch.ops.moe_a2a.window_x.default(num_tokens, hidden, code, self.name)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            native.raise_failure(error, None)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank since the group was made.
+
+        Returns:
+            ``epoch`` (dispatches started), ``dispatches``, ``combines``; ``tokens_per_expert`` (list, rows each local
+            expert received); ``send_count_matrix`` (int32 [R, E] of the last dispatch); ``sent_rows`` and
+            ``received_rows`` (rows that crossed ranks); ``copied_bytes`` (payload bytes this rank copied:
+            ``dispatch_in``, ``dispatch_out``, ``combine_in``, ``combine_out``); ``wait_seconds`` (list by rank, time spent
+            waiting for each peer). The collective transport counts nothing of this and returns {}.
+        """
+        self._check_open("moe_a2a.EPGroup.stats")
+        if self._exchange is not None:
+            return {}
+        stats = native.group_stats(self.name)
+        matrix = torch.tensor(stats.matrix, dtype=torch.int32).view(self.world_size, self.num_experts)
+        return {
+            "epoch": stats.epoch,
+            "dispatches": stats.dispatches,
+            "combines": stats.combines,
+            "tokens_per_expert": stats.expert_rows,
+            "send_count_matrix": matrix,
+            "sent_rows": stats.sent_rows,
+            "received_rows": stats.received_rows,
+            "copied_bytes": {
+                "dispatch_in": stats.dispatch_in_bytes,
+                "dispatch_out": stats.dispatch_out_bytes,
+                "combine_in": stats.combine_in_bytes,
+                "combine_out": stats.combine_out_bytes,
+            },
+            "wait_seconds": [waited * 1e-9 for waited in stats.waited_ns],
+        }
+
+    @staticmethod
+    def size_hint(
+        world_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        max_recv_rows: int | None = None,
+        depth: int = 2,
+        record_format: str = "auto",
+    ) -> SizeHint:
+        """Bytes of shared memory that each rank of such a group takes; makes nothing."""
+        _, layout = _check_arguments(
+            0,
+            world_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            max_recv_rows=max_recv_rows,
+            depth=depth,
+            transport_name="auto",
+            timeout=1.0,
+            warmup_timeout=1.0,
+            record_format=record_format,
+            code_max=None,
+            first_epoch=1,
+        )
+        return SizeHint(layout.total_bytes, layout.regions(), layout)
+
+    # ---------------------------------------------------------------------------------------------- its end
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Leaves the group; not collective, and a second call does nothing.
+
+        Peers that still need this rank raise ``PeerLost`` at once. Tensors from :meth:`empty` and ``empty_like_rows`` stay
+        valid memory. The process group isn't touched.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._window = None
+        if hasattr(self, "_finalizer"):
+            self._finalizer()
+
+    def __enter__(self) -> EPGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.transport.name
+        return (
+            f"EPGroup({self.name}, rank {self.rank} of {self.world_size}, experts {self.local_experts.start}.."
+            f"{self.local_experts.stop - 1} of {self.num_experts}, {state})"
+        )
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise errors.GroupClosed(
+                f"{operation}: group {self.name} on rank {self.rank} is closed; make a new EPGroup"
+            )
+
+
+def _names(dtypes: dict[torch.dtype, int]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return -1
+
+
+def _check_arguments(
+    rank: int,
+    world_size: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    max_recv_rows: int | None,
+    depth: int,
+    transport_name: str,
+    timeout: float,
+    warmup_timeout: float,
+    record_format: str,
+    code_max: int | None,
+    first_epoch: int,
+) -> tuple[_Config, WindowLayout]:
+    where = f"on rank {rank}"
+
+    def integer(name: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise errors.BadType(
+                f"moe_a2a.EPGroup: {name} = {value!r} ({type(value).__name__}) {where}; expected an int"
+            )
+        if value < least:
+            raise errors.BadValue(f"moe_a2a.EPGroup: {name} = {value} {where}; expected at least {least}")
+        return value
+
+    integer("num_experts", num_experts, 1)
+    integer("top_k", top_k, 1)
+    integer("max_tokens", max_tokens, 1)
+    integer("hidden_size", hidden_size, 1)
+    integer("depth", depth, 2)
+    if dtype not in DTYPE_CODES:
+        raise errors.BadType(
+            f"moe_a2a.EPGroup: dtype = {dtype} {where}; expected one of {_names(DTYPE_CODES)}"
+        )
+    recv_rows = (
+        default_recv_rows(world_size, max_tokens, top_k)
+        if max_recv_rows is None
+        else integer("max_recv_rows", max_recv_rows, 1)
+    )
+    if transport_name not in transport.NAMES:
+        raise errors.BadValue(
+            f"moe_a2a.EPGroup: transport = {transport_name!r} {where}; expected one of {', '.join(transport.NAMES)}"
+        )
+    formats = {"auto": Format.COMPACT, "compact": Format.COMPACT, "portable": Format.PORTABLE}
+    if record_format not in formats:
+        raise errors.BadValue(
+            f"moe_a2a.EPGroup: record_format = {record_format!r} {where}; expected one of {', '.join(formats)}"
+        )
+    for name, seconds in (("timeout", timeout), ("warmup_timeout", warmup_timeout)):
+        if not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+            raise errors.BadValue(
+                f"moe_a2a.EPGroup: {name} = {seconds!r} {where}; expected a number of seconds above 0"
+            )
+    try:
+        layout = window_layout(
+            world_size=world_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            row_bytes=hidden_size * dtype.itemsize,
+            recv_rows=recv_rows,
+            slots=depth,
+            record_format=formats[record_format],
+            code_max=code_max,
+        )
+    except ValueError as error:
+        raise errors.BadValue(f"moe_a2a.EPGroup: {error} {where}") from None
+    config = _Config(
+        num_experts=num_experts,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        dtype=str(dtype),
+        max_recv_rows=recv_rows,
+        depth=depth,
+        transport=transport_name,
+        timeout=float(timeout),
+        warmup_timeout=float(warmup_timeout),
+        record_format=record_format,
+        code_max=code_max,
+        first_epoch=first_epoch,
+    )
+    return config, layout
+
+
+def _raise_first(
+    failed: list[Exception | None], rank: int, others: type[errors.MoeA2AError], operation: str
+) -> None:
+    """Raises this rank's own error, or one that quotes the first rank's that failed."""
+    mine = failed[rank]
+    if mine is not None:
+        raise mine
+    for error in failed:
+        if error is not None:
+            raise others(f"{operation}: {error}")
+
+
+def _differences(configs: list[_Config]) -> Iterator[str]:
+    tables = [asdict(config) for config in configs]
+    for name in tables[0]:
+        values = [table[name] for table in tables]
+        if any(value != values[0] for value in values):
+            yield f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _compare(configs: list[_Config]) -> None:
+    differences = list(_differences(configs))
+    if differences:
+        raise errors.BadValue(
+            "moe_a2a.EPGroup: the ranks passed different arguments: "
+            + "; ".join(differences)
+            + ". Every rank must pass the same"
+        )
+
+
+__all__ = ["CODE_DTYPES", "EPGroup", "SizeHint", "default_recv_rows", "find_group"]

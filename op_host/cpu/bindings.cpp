@@ -1,0 +1,339 @@
+// torch's side of the CPU kernels, by the LibTorch stable ABI: checks tensors, allocates outputs, calls the group.
+// Schemas are defined in moe_a2a/_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "group.h"
+#include "pool.h"
+
+// Only in torch 2.11 and newer; on 2.10 it is null and outputs come from torch's own allocator.
+extern "C" __attribute__((weak)) AOTITorchError torch_from_blob(void* data, int64_t ndim, const int64_t* sizes,
+                                                                const int64_t* strides, int64_t storage_offset, int32_t dtype,
+                                                                int32_t device_type, int32_t device_index,
+                                                                AtenTensorHandle* ret, int32_t layout,
+                                                                const uint8_t* opaque_metadata, int64_t opaque_metadata_size,
+                                                                void (*deleter)(void* data, void* context), void* context);
+
+namespace moe_a2a {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+thread_local std::optional<Failure> last_failure;  // read by module.cpp
+
+namespace {
+
+constexpr const char* DISPATCH = "moe_a2a.dispatch";
+constexpr const char* COMBINE = "moe_a2a.combine";
+
+Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return Dtype::F32;
+    case ScalarType::BFloat16: return Dtype::BF16;
+    case ScalarType::Half: return Dtype::F16;
+    case ScalarType::Double: return Dtype::F64;
+    default: return Dtype::NONE;
+  }
+}
+
+ScalarType scalar_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::F32: return ScalarType::Float;
+    case Dtype::BF16: return ScalarType::BFloat16;
+    case Dtype::F16: return ScalarType::Half;
+    default: return ScalarType::Double;
+  }
+}
+
+int32_t shim_dtype(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
+
+std::string shape(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(tensor.size(i));
+  return text + "]";
+}
+
+const char* type_name(const Tensor& tensor) { return torch::headeronly::toString(tensor.scalar_type()); }
+
+// A tensor over memory that `deleter(data, context)` gives back.
+Tensor wrap(void* data, int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType type,
+            void (*deleter)(void*, void*), void* context) {
+  AtenTensorHandle handle;
+  // Device index -1: on the CPU 0 is refused.
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_from_blob(data, dims, sizes, strides, 0, shim_dtype(type), /*device_type=*/0, -1,
+                                                &handle, /*layout=*/0, nullptr, 0, deleter, context));
+  return Tensor(handle);
+}
+
+Tensor new_output(std::initializer_list<int64_t> sizes, ScalarType type, int64_t bytes_per_item) {
+  int64_t strides[2] = {1, 1};
+  int64_t items = 1;
+  for (int64_t size : sizes) items *= size;
+  if (sizes.size() == 2) strides[0] = std::max<int64_t>(*(sizes.begin() + 1), 1);
+  if (torch_from_blob == nullptr)
+    return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
+  void* block = pool_take(static_cast<size_t>(items * bytes_per_item));
+  try {
+    return wrap(block, static_cast<int64_t>(sizes.size()), sizes.begin(), strides, type,
+                [](void* data, void*) { pool_give(data); }, nullptr);
+  } catch (...) {
+    pool_give(block);
+    throw;
+  }
+}
+
+// Runs an operation; a Failure is kept for the Python function, which raises its named type, and thrown on as a RuntimeError
+// with the same sentence for those who call torch.ops themselves.
+template <class Operation>
+auto guarded(Operation operation) -> decltype(operation()) {
+  last_failure.reset();
+  try {
+    return operation();
+  } catch (const Failure& failure) {
+    last_failure = failure;
+    throw std::runtime_error(failure.what());
+  } catch (const std::bad_alloc&) {
+    last_failure = Failure(FailureKind::OUT_OF_MEMORY, "moe_a2a: no memory for an output");
+    throw std::runtime_error(last_failure->what());
+  }
+}
+
+std::string check_topk_idx(const char* operation, const Tensor& idx, int64_t rank, FailureKind* kind) {
+  const ScalarType type = idx.scalar_type();
+  if (type != ScalarType::Int && type != ScalarType::Long) {
+    *kind = FailureKind::BAD_TYPE;
+    return say("%s: topk_idx has dtype %s on rank %ld; expected int32 or int64", operation, type_name(idx), rank);
+  }
+  if (idx.dim() != 2)
+    return say("%s: topk_idx has shape %s on rank %ld; expected [T, K]", operation, shape(idx).c_str(), rank);
+  return {};
+}
+
+TopkIdx topk_idx_view(const Tensor& idx) {
+  return {idx.const_data_ptr(), idx.scalar_type() == ScalarType::Long, idx.size(0), idx.size(1), idx.stride(0), idx.stride(1)};
+}
+
+std::string check_weights(const char* operation, const Tensor& weights, int64_t tokens, int64_t top_k, int64_t rank,
+                          FailureKind* kind) {
+  if (dtype_of(weights) == Dtype::NONE) {
+    *kind = FailureKind::BAD_TYPE;
+    return say("%s: topk_weights has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", operation,
+               type_name(weights), rank);
+  }
+  if (weights.dim() != 2 || weights.size(0) != tokens || weights.size(1) != top_k)
+    return say("%s: topk_weights has shape %s on rank %ld, topk_idx has [%ld, %ld]; they must be the same", operation,
+               shape(weights).c_str(), rank, tokens, top_k);
+  return {};
+}
+
+Weights weights_view(const Tensor& weights) {
+  return {weights.const_data_ptr(), dtype_of(weights), weights.stride(0), weights.stride(1)};
+}
+
+// Why these tensors can't be dispatched, and their views when they can.
+void describe(const Group& group, const Tensor& x, const Tensor& idx, const std::optional<Tensor>& weights,
+              Group::DispatchInput* input) {
+  const Layout& layout = group.layout();
+  const int64_t rank = group.rank();
+  std::string& bad = input->bad;
+  const Dtype dtype = dtype_of(x);
+  if (dtype == Dtype::NONE) {
+    input->bad_kind = FailureKind::BAD_TYPE;
+    bad = say("%s: x has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", DISPATCH, type_name(x), rank);
+    return;
+  }
+  if (x.dim() != 2) {
+    bad = say("%s: x has shape %s on rank %ld; expected [T, H]", DISPATCH, shape(x).c_str(), rank);
+    return;
+  }
+  bad = check_topk_idx(DISPATCH, idx, rank, &input->bad_kind);
+  if (!bad.empty()) return;
+  const int64_t tokens = x.size(0), hidden = x.size(1), top_k = idx.size(1), width = hidden * itemsize(dtype);
+  if (idx.size(0) != tokens) {
+    bad = say("%s: x has shape %s and topk_idx %s on rank %ld; both must have the same number of rows T", DISPATCH,
+              shape(x).c_str(), shape(idx).c_str(), rank);
+  } else if (tokens > layout[MAX_TOKENS]) {
+    bad = say("%s: x has T = %ld rows on rank %ld, the group was made for max_tokens = %ld; dispatch fewer at once or make the "
+              "group with more",
+              DISPATCH, tokens, rank, layout[MAX_TOKENS]);
+  } else if (top_k > layout[TOP_K]) {
+    bad = say("%s: topk_idx has K = %ld columns on rank %ld, the group was made for top_k = %ld", DISPATCH, top_k, rank,
+              layout[TOP_K]);
+  } else if (width > layout[ROW_BYTES] || hidden < 1) {
+    bad = say("%s: a row of x is %ld x %s = %ld bytes on rank %ld; the group's rows have 1 to %ld bytes (hidden_size x dtype)",
+              DISPATCH, hidden, dtype_name(dtype), width, rank, layout[ROW_BYTES]);
+  } else if (weights.has_value()) {
+    bad = check_weights(DISPATCH, *weights, tokens, top_k, rank, &input->bad_kind);
+  }
+  if (!bad.empty()) return;
+  input->x = {static_cast<const char*>(x.const_data_ptr()), tokens, width, x.stride(0) * itemsize(dtype)};
+  input->hidden = hidden;
+  input->dtype = dtype;
+  input->idx = topk_idx_view(idx);
+  if (weights.has_value()) input->weights = weights_view(*weights);
+}
+
+Tensor with_packed_columns(const Tensor& tensor) {
+  const bool packed = tensor.dim() != 2 || tensor.size(1) <= 1 || tensor.stride(1) == 1;
+  return packed ? tensor : torch::stable::contiguous(tensor);
+}
+
+std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights,
+                                                std::string group_name, int64_t tag) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Tensor rows = with_packed_columns(x);
+    const auto lock = group->lock();
+    Group::DispatchInput input;
+    input.tag = tag;
+    describe(*group, rows, topk_idx, topk_weights, &input);
+    const auto plan = group->begin_dispatch(input);
+    try {
+      const int64_t weight_bytes = itemsize(input.weights.dtype);
+      Tensor out = new_output({plan.rows, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype));
+      Tensor weights = new_output({weight_bytes != 0 ? plan.rows : 0},
+                                  weight_bytes != 0 ? scalar_type(input.weights.dtype) : ScalarType::Float, 8);
+      Tensor handle = new_output({plan.handle_words}, ScalarType::Long, 8);
+      group->finish_dispatch(input, plan, static_cast<char*>(out.mutable_data_ptr()),
+                             static_cast<char*>(weights.mutable_data_ptr()), static_cast<int64_t*>(handle.mutable_data_ptr()));
+      return std::make_tuple(out, weights, handle);
+    } catch (const std::exception& error) {
+      // The peers have gone on with this call; without its rows they would wait for the timeout.
+      group->give_up(plan.epoch, error.what());
+      throw;
+    }
+  });
+}
+
+Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, std::string group_name) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Tensor rows = with_packed_columns(y);
+    const auto lock = group->lock();
+    if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+      throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", COMBINE,
+                                               group->rank()));
+    Group::CombineInput input;
+    input.handle = static_cast<const int64_t*>(handle.const_data_ptr());
+    input.handle_words = handle.size(0);
+    group->check_handle(input.handle, input.handle_words);
+    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K];
+    const int64_t received = input.handle[handle_word::ROWS], rank = group->rank();
+    const Layout& layout = group->layout();
+
+    input.dtype = dtype_of(rows);
+    if (input.dtype == Dtype::NONE) {
+      input.bad_kind = FailureKind::BAD_TYPE;
+      input.bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", COMBINE,
+                        type_name(rows), rank);
+    } else if (rows.dim() != 2 || rows.size(0) != received) {
+      input.bad_y = say("%s: y has shape %s on rank %ld; expected [N, H] with N = %ld, the rows this rank received", COMBINE,
+                        shape(rows).c_str(), rank, received);
+    } else if (rows.size(1) < 1 || rows.size(1) * itemsize(input.dtype) > layout[ROW_BYTES]) {
+      input.bad_y = say("%s: a row of y is %ld x %s on rank %ld; the group's rows have 1 to %ld bytes", COMBINE, rows.size(1),
+                        dtype_name(input.dtype), rank, layout[ROW_BYTES]);
+    } else {
+      input.hidden = rows.size(1);
+      input.y = {static_cast<const char*>(rows.const_data_ptr()), received, input.hidden * itemsize(input.dtype),
+                 rows.stride(0) * itemsize(input.dtype)};
+    }
+    if (topk_weights.has_value()) {
+      FailureKind kind = FailureKind::BAD_VALUE;
+      input.bad_weights = check_weights(COMBINE, *topk_weights, tokens, top_k, rank, &kind);
+      if (input.bad_weights.empty()) input.weights = weights_view(*topk_weights);
+      else if (input.bad_y.empty()) input.bad_kind = kind;
+    }
+    Tensor out = input.bad_y.empty() ? new_output({tokens, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype))
+                                     : new_output({0, 0}, ScalarType::Float, 4);
+    group->combine(input, static_cast<char*>(out.mutable_data_ptr()));
+    return out;
+  });
+}
+
+std::tuple<Tensor, Tensor> send_counts_op(Tensor topk_idx, int64_t num_experts) {
+  return guarded([&] {
+    constexpr const char* operation = "moe_a2a.send_counts";
+    FailureKind kind = FailureKind::BAD_VALUE;
+    if (num_experts < 1) throw Failure(kind, say("%s: num_experts = %ld; expected at least 1", operation, num_experts));
+    const std::string bad = check_topk_idx(operation, topk_idx, 0, &kind);
+    if (!bad.empty()) throw Failure(kind, bad);
+    const TopkIdx idx = topk_idx_view(topk_idx);
+    Tensor counts = new_output({num_experts}, ScalarType::Long, 8);
+    Tensor slot = new_output({idx.tokens, idx.top_k}, ScalarType::Int, 4);
+    std::vector<int32_t> narrow(static_cast<size_t>(num_experts));
+    const BadId id = send_counts(idx, num_experts, narrow.data(), static_cast<int32_t*>(slot.mutable_data_ptr()), nullptr);
+    if (id.found)
+      throw Failure(kind, say("%s: topk_idx[%ld, %ld] = %ld is outside -1..%ld (num_experts = %ld); ids must be expert ids, or "
+                              "-1 for no expert",
+                              operation, id.token, id.k, id.value, num_experts - 1, num_experts));
+    auto* wide = static_cast<int64_t*>(counts.mutable_data_ptr());
+    for (int64_t e = 0; e < num_experts; ++e) wide[e] = narrow[static_cast<size_t>(e)];
+    return std::make_tuple(counts, slot);
+  });
+}
+
+void require_deleter(const char* operation) {
+  if (torch_from_blob == nullptr)
+    throw Failure(FailureKind::TRANSPORT_UNAVAILABLE, say("%s: needs torch 2.11 or newer", operation));
+}
+
+struct StageOwner {
+  std::shared_ptr<Group> group;
+  std::shared_ptr<Mapping> window;
+  int64_t slot;
+};
+
+// [tokens, hidden] in a free x slot of the window.
+Tensor window_x(int64_t tokens, int64_t hidden, int64_t dtype_code, std::string group_name) {
+  return guarded([&] {
+    require_deleter("moe_a2a.EPGroup.empty");
+    const auto group = find_group(group_name);
+    const auto dtype = static_cast<Dtype>(dtype_code);
+    int64_t slot = 0;
+    char* data = group->take_stage(tokens, hidden * itemsize(dtype), &slot);
+    auto* owner = new StageOwner{group, group->own_window(), slot};
+    const int64_t sizes[2] = {tokens, hidden};
+    const int64_t strides[2] = {group->layout().row_stride(hidden * itemsize(dtype)) / itemsize(dtype), 1};
+    return wrap(data, 2, sizes, strides, scalar_type(dtype),
+                [](void*, void* context) {
+                  auto* held = static_cast<StageOwner*>(context);
+                  held->group->release_stage(held->slot);
+                  delete held;
+                },
+                owner);
+  });
+}
+
+// [N, hidden] in the y slot of a handle.
+Tensor window_y(Tensor handle, int64_t hidden, int64_t dtype_code, std::string group_name) {
+  return guarded([&] {
+    require_deleter("moe_a2a.Dispatched.empty_like_rows");
+    const auto group = find_group(group_name);
+    const auto dtype = static_cast<Dtype>(dtype_code);
+    const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
+    char* data = group->rows_at(words, handle.size(0), hidden * itemsize(dtype));
+    auto* window = new std::shared_ptr<Mapping>(group->own_window());
+    const int64_t sizes[2] = {words[handle_word::ROWS], hidden};
+    const int64_t strides[2] = {group->layout().row_stride(hidden * itemsize(dtype)) / itemsize(dtype), 1};
+    return wrap(data, 2, sizes, strides, scalar_type(dtype),
+                [](void*, void* context) { delete static_cast<std::shared_ptr<Mapping>*>(context); }, window);
+  });
+}
+
+}  // namespace
+}  // namespace moe_a2a
+
+STABLE_TORCH_LIBRARY_IMPL(moe_a2a, CPU, m) {
+  m.impl("dispatch_raw", TORCH_BOX(&moe_a2a::dispatch_raw));
+  m.impl("combine_raw", TORCH_BOX(&moe_a2a::combine_raw));
+  m.impl("send_counts", TORCH_BOX(&moe_a2a::send_counts_op));
+  m.impl("window_y", TORCH_BOX(&moe_a2a::window_y));
+}
+
+// No tensor goes in, so no device decides.
+STABLE_TORCH_LIBRARY_IMPL(moe_a2a, CompositeExplicitAutograd, m) { m.impl("window_x", TORCH_BOX(&moe_a2a::window_x)); }

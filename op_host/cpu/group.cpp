@@ -1,0 +1,675 @@
+#include "group.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+
+namespace moe_a2a {
+
+std::function<bool()> interrupted = [] { return false; };
+
+namespace {
+
+std::atomic<int> forks{0};
+
+const char* phase_name(int32_t where) {
+  switch (where) {
+    case phase::IDLE: return "idle";
+    case phase::DISPATCH_PACK: return "packing in dispatch";
+    case phase::DISPATCH_COUNTS: return "waiting for counts in dispatch";
+    case phase::DISPATCH_ROWS: return "copying rows in dispatch";
+    case phase::COMBINE_WRITE: return "writing rows in combine";
+    case phase::COMBINE_WAIT: return "waiting for rows in combine";
+    case phase::COMBINE_SUM: return "summing in combine";
+    default: return "unknown";
+  }
+}
+
+std::string rank_list(const std::vector<int64_t>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+constexpr const char* DISPATCH = "moe_a2a.dispatch";
+constexpr const char* COMBINE = "moe_a2a.combine";
+constexpr const char* REMEDY = "The group is poisoned: close it and make a new one";
+
+}  // namespace
+
+Mapping::~Mapping() { munmap(address, static_cast<size_t>(bytes)); }
+
+Group::Group(std::string name, const Layout& layout, int64_t rank, const Tiling& tiling,
+             std::vector<std::shared_ptr<Mapping>> windows, std::vector<int> pidfds, int64_t timeout_ns, int64_t warmup_ns,
+             uint64_t first_epoch)
+    : name_(std::move(name)),
+      layout_(layout),
+      rank_(rank),
+      tiling_(tiling),
+      windows_(std::move(windows)),
+      pidfds_(std::move(pidfds)),
+      timeout_ns_(timeout_ns),
+      warmup_ns_(warmup_ns),
+      local_begin_(first_expert(rank, layout[NUM_EXPERTS], layout[WORLD_SIZE])),
+      local_end_(first_expert(rank + 1, layout[NUM_EXPERTS], layout[WORLD_SIZE])),
+      kernels_(row_kernels()),
+      flags_(layout.portable()),
+      fork_count_(forks.load()),
+      group_id_(static_cast<int64_t>(std::hash<std::string>{}(name_))),
+      epoch_(first_epoch - 1),
+      drained_(first_epoch - 1) {
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); }); });
+  const auto ranks = static_cast<size_t>(layout[WORLD_SIZE]);
+  const auto experts = static_cast<size_t>(layout[NUM_EXPERTS]);
+  handles_.resize(static_cast<size_t>(layout[SLOTS]));
+  seen_.assign(ranks, false);
+  stages_.resize(static_cast<size_t>(layout[STAGE_SLOTS]));
+  owner_of_.resize(experts);
+  for (size_t r = 0; r < ranks; ++r) {
+    const auto end = first_expert(static_cast<int64_t>(r) + 1, layout[NUM_EXPERTS], layout[WORLD_SIZE]);
+    for (auto e = first_expert(static_cast<int64_t>(r), layout[NUM_EXPERTS], layout[WORLD_SIZE]); e < end; ++e)
+      owner_of_[static_cast<size_t>(e)] = static_cast<int32_t>(r);
+    if (static_cast<int64_t>(r) != rank_) all_peers_.push_back(static_cast<int64_t>(r));
+  }
+  // Peers are visited in a different order by every rank, so that not all of them write to rank 0 first.
+  std::rotate(all_peers_.begin(), all_peers_.begin() + std::min<int64_t>(rank_, static_cast<int64_t>(all_peers_.size())),
+              all_peers_.end());
+  counts_.resize(experts);
+  start_.resize(experts);
+  base_.resize(experts);
+  matrix_.assign(ranks * experts, 0);
+  sources_.resize(ranks);
+  owners_.resize(ranks);
+  waited_ns_.assign(ranks, 0);
+  expert_rows_.assign(static_cast<size_t>(local_end_ - local_begin_), 0);
+}
+
+Group::~Group() {
+  for (int fd : pidfds_)
+    if (fd >= 0) ::close(fd);
+}
+
+std::unique_lock<std::mutex> Group::lock() { return std::unique_lock(mutex_); }
+
+void Group::enter(const char* operation) const {
+  if (fork_count_ != forks.load(std::memory_order_relaxed))
+    throw Failure(FailureKind::GROUP_CLOSED,
+                  say("%s: group %s was made before this process forked and belongs to the parent; make an EPGroup in the "
+                      "child",
+                      operation, name_.c_str()));
+  if (closed_)
+    throw Failure(FailureKind::GROUP_CLOSED,
+                  say("%s: group %s on rank %ld is closed; make a new EPGroup", operation, name_.c_str(), rank_));
+  if (poisoned_)
+    throw Failure(FailureKind::GROUP_POISONED, say("%s: group %s on rank %ld takes no further calls after: %s", operation,
+                                                   name_.c_str(), rank_, poison_text_.c_str()));
+}
+
+// ---------------------------------------------------------------------------------------------------------- waiting
+
+std::string Group::last_seen(int64_t peer) const {
+  const ProgressRead read = read_progress(layout_, window(peer));
+  if (read.epoch == 0 && read.phase == phase::IDLE) return say("rank %ld has made no call yet", peer);
+  return say("rank %ld was last seen in call %lu, %s", peer, read.epoch, phase_name(read.phase));
+}
+
+void Group::lose(const Loss& loss, uint64_t epoch, phase::Phase where) {
+  for (int64_t peer : all_peers_)
+    write_status(layout_, window(peer), rank_, status::POISON, static_cast<int32_t>(loss.kind), loss.who, epoch, where);
+  poisoned_ = true;
+  poison_text_ = loss.text;
+  throw Failure(loss.kind, loss.text);
+}
+
+std::optional<Group::Loss> Group::find_loss(const std::vector<int64_t>& missing, uint64_t epoch, const char* operation,
+                                            int64_t waited) const {
+  if (interrupted())
+    return Loss{FailureKind::INTERRUPTED, rank_,
+                say("%s, call %lu on rank %ld: interrupted by a signal while waiting for %s. %s", operation, epoch, rank_,
+                    rank_list(missing).c_str(), REMEDY)};
+  for (int64_t peer : all_peers_) {
+    const StatusRead read = read_status(layout_, own(), peer);
+    if (read.state == status::POISON)
+      return Loss{FailureKind::PEER_LOST, peer,
+                  say("%s, call %lu on rank %ld: rank %ld gave the group up in call %lu (%s%s). %s", operation, epoch, rank_,
+                      peer, read.epoch, phase_name(read.phase),
+                      read.who >= 0 && read.who != peer ? say(", it missed rank %ld", read.who).c_str() : "", REMEDY)};
+  }
+  for (int64_t peer : missing) {
+    const StatusRead read = read_status(layout_, own(), peer);
+    if (read.state == status::LEFT)
+      return Loss{FailureKind::PEER_LOST, peer,
+                  say("%s, call %lu on rank %ld: rank %ld closed its group after call %lu. %s", operation, epoch, rank_, peer,
+                      read.epoch, REMEDY)};
+    const int pidfd = pidfds_[static_cast<size_t>(peer)];
+    if (pidfd >= 0) {
+      pollfd ended{pidfd, POLLIN, 0};
+      if (::poll(&ended, 1, 0) > 0)
+        return Loss{FailureKind::PEER_LOST, peer,
+                    say("%s, call %lu on rank %ld: the process of rank %ld has ended (%s). %s", operation, epoch, rank_, peer,
+                        last_seen(peer).c_str(), REMEDY)};
+    }
+  }
+  const bool warming = std::any_of(missing.begin(), missing.end(),
+                                   [this](int64_t peer) { return !seen_[static_cast<size_t>(peer)]; });
+  const int64_t limit = warming ? std::max(warmup_ns_, timeout_ns_) : timeout_ns_;
+  if (waited < limit) return std::nullopt;
+  std::string where_they_are;
+  for (int64_t peer : missing) where_they_are += (where_they_are.empty() ? "" : "; ") + last_seen(peer);
+  return Loss{FailureKind::PEER_TIMEOUT, missing.front(),
+              say("%s, call %lu on rank %ld: nothing from %s for %.3g s%s (%s). All ranks must make the same calls in the same "
+                  "order. %s",
+                  operation, epoch, rank_, rank_list(missing).c_str(), static_cast<double>(waited) * 1e-9,
+                  warming ? " (warmup_timeout)" : "", where_they_are.c_str(), REMEDY)};
+}
+
+template <class Here>
+void Group::await_peers(const std::vector<int64_t>& peers, uint64_t epoch, const char* operation, phase::Phase where,
+                        Here here) {
+  missing_.assign(peers.begin(), peers.end());
+  int64_t start = 0;
+  const auto done = [&] {
+    for (size_t i = 0; i < missing_.size();) {
+      if (!here(missing_[i])) {
+        ++i;
+        continue;
+      }
+      const auto peer = static_cast<size_t>(missing_[i]);
+      seen_[peer] = true;
+      if (start != 0) waited_ns_[peer] += now_ns() - start;
+      missing_[i] = missing_.back();
+      missing_.pop_back();
+    }
+    return missing_.empty();
+  };
+  if (done()) return;
+  start = now_ns();
+  wait_until(tiling_.wait, done, [&](int64_t waited) {
+    const auto loss = find_loss(missing_, epoch, operation, waited);
+    // A peer may have done its part and left, or ended, between the poll and the look at it: poll once more.
+    if (loss && !done()) lose(*loss, epoch, where);
+  });
+}
+
+void Group::await_records(uint64_t epoch, const char* operation, bool drain) {
+  await_peers(all_peers_, epoch, operation, phase::DISPATCH_COUNTS, [&](int64_t peer) {
+    if (!record_here(layout_, own(), peer, epoch)) return false;
+    if (!drain && read_record(layout_, own(), peer, epoch).kind == kind::ABORT)
+      throw Failure(FailureKind::PEER_ABORTED,
+                    say("%s, call %lu on rank %ld: rank %ld aborted the call: %s. Nothing was exchanged; the group stays "
+                        "usable",
+                        operation, epoch, rank_, peer, record_text(layout_, own(), peer, epoch).c_str()));
+    return true;
+  });
+  drained_ = epoch;
+}
+
+void Group::publish(uint64_t epoch, const CallHeader& header, const void* payload, int64_t payload_bytes) {
+  for (int64_t peer : all_peers_) write_record(layout_, window(peer), rank_, epoch, header, payload, payload_bytes);
+}
+
+// --------------------------------------------------------------------------------------------------------- dispatch
+
+void Group::clear_lap(uint64_t epoch) {
+  // On the first use of a slot in a new lap the codes of the lap before would match again. Nobody writes into this slot before
+  // it has seen the record that is published after this (docs/protocol.md, wrap).
+  const auto slots = static_cast<uint64_t>(layout_[SLOTS]);
+  if (epoch <= slots || layout_.lap(epoch) == layout_.lap(epoch - slots)) return;
+  for (int64_t owner = 0; owner < layout_[WORLD_SIZE]; ++owner)
+    flags_.clear(own() + layout_.cell_at(epoch, owner) + layout_[CELL_CODE]);
+}
+
+std::string Group::verify_call(uint64_t epoch, const CallHeader& mine) const {
+  for (int64_t peer = 0; peer < layout_[WORLD_SIZE]; ++peer) {
+    if (peer == rank_) continue;
+    const CallHeader theirs = read_record(layout_, own(), peer, epoch);
+    const auto differs = [&](const char* what, const std::string& a, const std::string& b) {
+      return say("%s is %s on rank %ld and %s on rank %ld", what, a.c_str(), rank_, b.c_str(), peer);
+    };
+    if (theirs.kind != mine.kind) return differs("the kind of call", std::to_string(mine.kind), std::to_string(theirs.kind));
+    if (theirs.tag != mine.tag)
+      return differs("tag (which layer is calling)", std::to_string(mine.tag), std::to_string(theirs.tag));
+    if (theirs.hidden != mine.hidden)
+      return differs("x's hidden size H", std::to_string(mine.hidden), std::to_string(theirs.hidden));
+    if (theirs.dtype != mine.dtype)
+      return differs("x's dtype", dtype_name(static_cast<Dtype>(mine.dtype)), dtype_name(static_cast<Dtype>(theirs.dtype)));
+    if (theirs.weight_dtype != mine.weight_dtype)
+      return differs("topk_weights' dtype (none: not given)", dtype_name(static_cast<Dtype>(mine.weight_dtype)),
+                     dtype_name(static_cast<Dtype>(theirs.weight_dtype)));
+  }
+  return {};
+}
+
+Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
+  enter(DISPATCH);
+  // A call that ended early left records of its peers unread; they must be here before this one may overwrite anything.
+  if (drained_ < epoch_) await_records(epoch_, DISPATCH, true);
+
+  const uint64_t epoch = ++epoch_;
+  const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS];
+  Handle& handle = handles_[static_cast<size_t>(layout_.slot(epoch))];
+  handle = {};
+  progress(epoch, phase::DISPATCH_PACK);
+
+  std::string bad = input.bad;
+  if (bad.empty()) {
+    const auto pairs = static_cast<size_t>(input.idx.tokens * input.idx.top_k);
+    if (slot_.size() < pairs) {
+      slot_.resize(pairs);
+      expert_.resize(pairs);
+    }
+    const BadId id = send_counts(input.idx, experts, counts_.data(), slot_.data(), expert_.data());
+    if (id.found)
+      bad = say("%s: topk_idx[%ld, %ld] = %ld is outside -1..%ld on rank %ld (num_experts = %ld); ids must be global expert "
+                "ids, or -1 for no expert",
+                DISPATCH, id.token, id.k, id.value, experts - 1, rank_, experts);
+  }
+  clear_lap(epoch);
+  if (!bad.empty()) {
+    CallHeader header{};
+    header.kind = kind::ABORT;
+    header.reason = static_cast<int32_t>(input.bad.empty() ? FailureKind::BAD_VALUE : input.bad_kind);
+    publish(epoch, header, bad.data(), std::min<int64_t>(static_cast<int64_t>(bad.size()), layout_[RECORD_PAYLOAD_BYTES]));
+    progress(epoch, phase::IDLE);
+    throw Failure(static_cast<FailureKind>(header.reason), bad);
+  }
+
+  // x that lies in the window already is read where it is.
+  const char* stage_begin = own() + layout_.x_at(layout_[SLOTS]);
+  const char* stage_end = stage_begin + layout_[STAGE_SLOTS] * layout_[X_SLOT_STRIDE];
+  const bool staged = input.x.rows > 0 && input.x.data >= stage_begin && input.x.data < stage_end;
+  char* list = own() + layout_.list_at(epoch);
+  char* weight_list = own() + layout_.weight_at(epoch);
+  const int64_t weight_bytes = itemsize(input.weights.dtype);
+  pack_lists(expert_.data(), slot_.data(), counts_.data(), input.idx.tokens, input.idx.top_k, experts, start_.data(),
+             reinterpret_cast<int32_t*>(list), static_cast<const char*>(input.weights.data), weight_bytes,
+             input.weights.token_stride * weight_bytes, input.weights.k_stride * weight_bytes, weight_list);
+  CallHeader header{};
+  header.kind = kind::COUNTS;
+  header.tokens = input.idx.tokens;
+  header.hidden = input.hidden;
+  header.dtype = static_cast<int32_t>(input.dtype);
+  header.weight_dtype = static_cast<int32_t>(input.weights.dtype);
+  header.top_k = input.idx.top_k;
+  header.tag = input.tag;
+  if (staged) {
+    header.x_offset = input.x.data - own();
+    header.x_stride = input.x.stride;
+    std::lock_guard guard(stage_mutex_);
+    stages_[static_cast<size_t>((input.x.data - stage_begin) / layout_[X_SLOT_STRIDE])].used_in = epoch;
+  } else {
+    header.x_offset = layout_.x_at(layout_.slot(epoch));
+    header.x_stride = layout_.row_stride(input.x.row_bytes);
+    counters_.dispatch_in_bytes += pack_rows(kernels_, input.x, expert_.data(), input.idx.top_k, local_begin_, local_end_,
+                                             own() + header.x_offset, header.x_stride);
+  }
+  publish(epoch, header, counts_.data(), experts * 4);
+
+  progress(epoch, phase::DISPATCH_COUNTS);
+  try {
+    await_records(epoch, DISPATCH, false);
+  } catch (const Failure&) {
+    progress(epoch, phase::IDLE);
+    throw;
+  }
+  // Every rank sees the same records, so what follows is decided alike everywhere.
+  const std::string mismatch = verify_call(epoch, header);
+  if (!mismatch.empty()) {
+    progress(epoch, phase::IDLE);
+    throw Failure(FailureKind::CALL_MISMATCH,
+                  say("%s, call %lu on rank %ld: the ranks' calls don't go together: %s. Nothing was exchanged; the group "
+                      "stays usable",
+                      DISPATCH, epoch, rank_, mismatch.c_str()));
+  }
+  for (int64_t s = 0; s < ranks; ++s) {
+    const int32_t* counts = s == rank_ ? counts_.data() : record_counts(layout_, own(), s, epoch);
+    std::memcpy(matrix_.data() + s * experts, counts, static_cast<size_t>(experts) * 4);
+  }
+  int64_t rows = 0;
+  for (int64_t owner = 0; owner < ranks; ++owner) {
+    int64_t total = 0;
+    const int64_t end = first_expert(owner + 1, experts, ranks);
+    for (int64_t e = first_expert(owner, experts, ranks); e < end; ++e)
+      for (int64_t s = 0; s < ranks; ++s) total += matrix_[static_cast<size_t>(s * experts + e)];
+    if (total > layout_[RECV_ROWS]) {
+      progress(epoch, phase::IDLE);
+      throw Failure(FailureKind::WINDOW_TOO_SMALL,
+                    say("%s, call %lu on rank %ld: rank %ld would receive %ld rows, the group's windows hold max_recv_rows = "
+                        "%ld. Nothing was exchanged; the group stays usable. Make the group with a larger max_recv_rows, or "
+                        "dispatch fewer tokens at once",
+                        DISPATCH, epoch, rank_, owner, total, layout_[RECV_ROWS]));
+    }
+    if (owner == rank_) rows = total;
+  }
+  progress(epoch, phase::DISPATCH_ROWS);
+  const int64_t pairs = input.idx.tokens * input.idx.top_k, local = local_end_ - local_begin_;
+  const auto int32s = [](int64_t count) { return (count + 1) / 2; };
+  return {epoch, rows,
+          HANDLE_HEADER_WORDS + local + int32s(local + 1) + int32s(ranks * experts) + 2 * int32s(pairs)};
+}
+
+void Group::finish_dispatch(const DispatchInput& input, const DispatchPlan& plan, char* out, char* out_weights,
+                            int64_t* handle) {
+  namespace w = handle_word;
+  const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS], local = local_end_ - local_begin_;
+  const int64_t weight_bytes = itemsize(input.weights.dtype);
+  for (int64_t s = 0; s < ranks; ++s) {
+    Source& source = sources_[static_cast<size_t>(s)];
+    const char* base = window(s);
+    source.list = reinterpret_cast<const int32_t*>(base + layout_.list_at(plan.epoch));
+    source.weight_list = base + layout_.weight_at(plan.epoch);
+    if (s == rank_) {
+      source.x = input.x.data;  // own rows come from x itself
+      source.stride = input.x.stride;
+    } else {
+      const CallHeader header = read_record(layout_, own(), s, plan.epoch);
+      source.x = base + header.x_offset;
+      source.stride = header.x_stride;
+    }
+  }
+  const bool streaming = plan.rows * input.x.row_bytes >= tiling_.streaming_bytes;
+  counters_.dispatch_out_bytes +=
+      gather_rows(kernels_, matrix_.data(), ranks, experts, local_begin_, local_end_, sources_.data(), input.x.row_bytes,
+                  streaming, out, weight_bytes, out_weights)
+          .bytes;
+
+  row_bases(matrix_.data(), ranks, experts, rank_, base_.data());
+  const int64_t pairs = input.idx.tokens * input.idx.top_k;
+  const auto int32s = [](int64_t count) { return (count + 1) / 2; };
+  handle[w::MAGIC] = HANDLE_MAGIC;
+  handle[w::EPOCH] = static_cast<int64_t>(plan.epoch);
+  handle[w::GENERATION] = layout_[GENERATION];
+  handle[w::TOKENS] = input.idx.tokens;
+  handle[w::TOP_K] = input.idx.top_k;
+  handle[w::HIDDEN] = input.hidden;
+  handle[w::ROWS] = plan.rows;
+  handle[w::WORLD_SIZE] = ranks;
+  handle[w::NUM_EXPERTS] = experts;
+  handle[w::RANK] = rank_;
+  handle[w::DTYPE] = static_cast<int64_t>(input.dtype);
+  handle[w::GROUP] = group_id_;
+  for (int word = w::GROUP + 1; word < HANDLE_HEADER_WORDS; ++word) handle[word] = 0;
+  handle[w::COUNTS] = HANDLE_HEADER_WORDS;
+  handle[w::OFFSETS] = handle[w::COUNTS] + local;
+  handle[w::MATRIX] = handle[w::OFFSETS] + int32s(local + 1);
+  handle[w::EXPERT] = handle[w::MATRIX] + int32s(ranks * experts);
+  handle[w::ROW] = handle[w::EXPERT] + int32s(pairs);
+  if (plan.handle_words > handle[w::ROW]) handle[plan.handle_words - 1] = 0;  // a last int32 without a partner
+  auto* offsets = reinterpret_cast<int32_t*>(handle + handle[w::OFFSETS]);
+  offsets[0] = 0;
+  if (local % 2 == 0) offsets[local + 1] = 0;
+  for (int64_t e = 0; e < local; ++e) {
+    int64_t rows = 0;
+    for (int64_t s = 0; s < ranks; ++s) rows += matrix_[static_cast<size_t>(s * experts + local_begin_ + e)];
+    handle[handle[w::COUNTS] + e] = rows;
+    offsets[e + 1] = offsets[e] + static_cast<int32_t>(rows);
+    expert_rows_[static_cast<size_t>(e)] += rows;
+  }
+  auto* matrix = reinterpret_cast<int32_t*>(handle + handle[w::MATRIX]);
+  if (ranks * experts % 2 != 0) matrix[ranks * experts] = 0;
+  std::memcpy(matrix, matrix_.data(), static_cast<size_t>(ranks * experts) * 4);
+  auto* expert = reinterpret_cast<int32_t*>(handle + handle[w::EXPERT]);
+  auto* row = reinterpret_cast<int32_t*>(handle + handle[w::ROW]);
+  if (pairs % 2 != 0) expert[pairs] = 0;
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    const int32_t e = expert_[static_cast<size_t>(pair)];
+    expert[pair] = e;
+    row[pair] = e < 0 ? -1 : base_[static_cast<size_t>(e)] + slot_[static_cast<size_t>(pair)];
+  }
+
+  handles_[static_cast<size_t>(layout_.slot(plan.epoch))] = {plan.epoch, true};
+  ++counters_.dispatches;
+  int64_t kept = 0, stays = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    kept += counts_[static_cast<size_t>(e)];
+    if (e >= local_begin_ && e < local_end_) stays += counts_[static_cast<size_t>(e)];
+  }
+  counters_.sent_rows += kept - stays;
+  counters_.received_rows += plan.rows - stays;
+  progress(plan.epoch, phase::IDLE);
+}
+
+void Group::abort_call(FailureKind kind, const std::string& text) {
+  enter(DISPATCH);
+  DispatchInput input;
+  input.bad = text;
+  input.bad_kind = kind;
+  try {
+    begin_dispatch(input);
+  } catch (const Failure& failure) {
+    if (failure.kind != kind) throw;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- combine
+
+void Group::check_handle(const int64_t* handle, int64_t words) const {
+  namespace w = handle_word;
+  enter(COMBINE);
+  if (words < HANDLE_HEADER_WORDS || handle[w::MAGIC] != HANDLE_MAGIC)
+    throw Failure(FailureKind::BAD_VALUE,
+                  say("%s: handle on rank %ld isn't one that moe_a2a.dispatch returned", COMBINE, rank_));
+  if (handle[w::GENERATION] != layout_[GENERATION] || handle[w::WORLD_SIZE] != layout_[WORLD_SIZE] ||
+      handle[w::NUM_EXPERTS] != layout_[NUM_EXPERTS] || handle[w::RANK] != rank_ || handle[w::GROUP] != group_id_ ||
+      words < handle[w::ROW] + (handle[w::TOKENS] * handle[w::TOP_K] + 1) / 2)
+    throw Failure(FailureKind::BAD_VALUE, say("%s: handle on rank %ld belongs to another group than %s", COMBINE, rank_,
+                                              name_.c_str()));
+  const auto epoch = static_cast<uint64_t>(handle[w::EPOCH]);
+  const Handle& state = handles_[static_cast<size_t>(layout_.slot(epoch))];
+  if (state.epoch != epoch || epoch > epoch_ || epoch_ - epoch >= static_cast<uint64_t>(layout_[SLOTS]))
+    throw Failure(FailureKind::HANDLE_EXPIRED,
+                  say("%s: the handle of call %lu on rank %ld has expired: %lu newer dispatches have started and the group's "
+                      "depth is %ld. Combine earlier or make the group with a larger depth",
+                      COMBINE, epoch, rank_, epoch_ - epoch, layout_[SLOTS]));
+  if (!state.open)
+    throw Failure(FailureKind::HANDLE_EXPIRED,
+                  say("%s: the handle of call %lu on rank %ld was combined already; a handle is good for one combine", COMBINE,
+                      epoch, rank_));
+}
+
+void Group::combine(const CombineInput& input, char* out) {
+  namespace hw = handle_word;
+  const int64_t* handle = input.handle;
+  const auto epoch = static_cast<uint64_t>(handle[hw::EPOCH]);
+  const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS];
+  const auto* matrix = reinterpret_cast<const int32_t*>(handle + handle[hw::MATRIX]);
+  handles_[static_cast<size_t>(layout_.slot(epoch))].open = false;  // whatever happens from here on
+  progress(epoch, phase::COMBINE_WRITE);
+
+  const auto rows_from = [&](int64_t source, int64_t owner) {
+    int64_t rows = 0;
+    const int64_t end = first_expert(owner + 1, experts, ranks);
+    for (int64_t e = first_expert(owner, experts, ranks); e < end; ++e) rows += matrix[source * experts + e];
+    return rows;
+  };
+
+  // The owner's half: rows into the window, then the code, only to sources that have rows here.
+  const char* slot_begin = own() + layout_.y_at(epoch);
+  const bool in_window = input.y.rows > 0 && input.y.data >= slot_begin && input.y.data < slot_begin + layout_[Y_SLOT_STRIDE];
+  const int64_t stride = in_window ? input.y.stride : layout_.row_stride(input.y.row_bytes);
+  const int64_t offset = in_window ? input.y.data - own() : layout_.y_at(epoch);
+  for (int64_t source : all_peers_) {
+    if (rows_from(source, rank_) == 0) continue;
+    char* cell = window(source) + layout_.cell_at(epoch, rank_);
+    int32_t body[CELL_BODY_WORDS] = {};
+    if (!input.bad_y.empty()) {
+      const auto bytes = std::min<size_t>(input.bad_y.size(), static_cast<size_t>(layout_[CELL_TEXT_BYTES]));
+      body[cell_word::REASON] = static_cast<int32_t>(input.bad_kind);
+      body[cell_word::TEXT_BYTES] = static_cast<int32_t>(bytes);
+      std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
+      std::memcpy(cell + layout_[CELL_TEXT], input.bad_y.data(), bytes);
+      flags_.store_refusal(cell + layout_[CELL_CODE], layout_.code(epoch));
+      continue;
+    }
+    if (!in_window)
+      counters_.combine_in_bytes += write_rows(kernels_, input.y, matrix, ranks, experts, local_begin_, local_end_, source,
+                                               own() + offset, stride);
+    body[cell_word::DTYPE] = static_cast<int32_t>(input.dtype);
+    body[cell_word::HIDDEN] = static_cast<int32_t>(input.hidden);
+    body[cell_word::STRIDE] = static_cast<int32_t>(stride);
+    put64(body, cell_word::Y_LO, offset);
+    std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
+    flags_.store(cell + layout_[CELL_CODE], layout_.code(epoch));
+  }
+  if (!input.bad_y.empty()) {
+    progress(epoch, phase::IDLE);
+    throw Failure(input.bad_kind, input.bad_y);
+  }
+  if (!input.bad_weights.empty()) {
+    progress(epoch, phase::IDLE);
+    throw Failure(input.bad_kind, input.bad_weights);
+  }
+
+  // The source's half: wait only for owners that hold rows of this rank, then sum.
+  progress(epoch, phase::COMBINE_WAIT);
+  std::vector<int64_t> holders;
+  for (int64_t owner : all_peers_)
+    if (rows_from(rank_, owner) > 0) holders.push_back(owner);
+  int64_t refused = -1;
+  await_peers(holders, epoch, COMBINE, phase::COMBINE_WAIT, [&](int64_t owner) {
+    const char* code = own() + layout_.cell_at(epoch, owner) + layout_[CELL_CODE];
+    if (flags_.holds(code, layout_.code(epoch))) return true;
+    if (!flags_.holds_refusal(code, layout_.code(epoch))) return false;
+    refused = owner;
+    return true;
+  });
+  progress(epoch, phase::COMBINE_SUM);
+  if (refused >= 0) {
+    const char* cell = own() + layout_.cell_at(epoch, refused);
+    const auto* body = reinterpret_cast<const int32_t*>(cell + layout_[CELL_BODY]);
+    const auto bytes = std::clamp<int64_t>(body[cell_word::TEXT_BYTES], 0, layout_[CELL_TEXT_BYTES]);
+    progress(epoch, phase::IDLE);
+    throw Failure(FailureKind::PEER_ABORTED,
+                  say("%s, call %lu on rank %ld: rank %ld has no rows to give: %s. The handle is closed; the group stays usable",
+                      COMBINE, epoch, rank_, refused, std::string(cell + layout_[CELL_TEXT], static_cast<size_t>(bytes)).c_str()));
+  }
+  for (int64_t owner : holders) {
+    const auto* body = reinterpret_cast<const int32_t*>(own() + layout_.cell_at(epoch, owner) + layout_[CELL_BODY]);
+    if (body[cell_word::DTYPE] != static_cast<int32_t>(input.dtype) || body[cell_word::HIDDEN] != input.hidden) {
+      progress(epoch, phase::IDLE);
+      throw Failure(FailureKind::CALL_MISMATCH,
+                    say("%s, call %lu on rank %ld: y is %s with H = %ld here and %s with H = %d on rank %ld. The handle is "
+                        "closed; the group stays usable",
+                        COMBINE, epoch, rank_, dtype_name(input.dtype), input.hidden,
+                        dtype_name(static_cast<Dtype>(body[cell_word::DTYPE])), body[cell_word::HIDDEN], owner));
+    }
+    owners_[static_cast<size_t>(owner)] = {window(owner) + get64(body, cell_word::Y_LO), body[cell_word::STRIDE]};
+  }
+  owners_[static_cast<size_t>(rank_)] = {input.y.data, input.y.stride};
+  const int64_t tokens = handle[hw::TOKENS], top_k = handle[hw::TOP_K];
+  if (term_rows_.size() < static_cast<size_t>(top_k)) {
+    term_rows_.resize(static_cast<size_t>(top_k));
+    term_weights_.resize(static_cast<size_t>(top_k));
+  }
+  sum_tokens(kernels_, input.dtype, tokens, top_k, input.hidden,
+             reinterpret_cast<const int32_t*>(handle + handle[hw::EXPERT]),
+             reinterpret_cast<const int32_t*>(handle + handle[hw::ROW]), owner_of_.data(), owners_.data(), input.weights,
+             term_rows_.data(), term_weights_.data(), out);
+  counters_.combine_out_bytes += tokens * input.hidden * itemsize(input.dtype);
+  ++counters_.combines;
+  progress(epoch, phase::IDLE);
+}
+
+// -------------------------------------------------------------------------------------------------- tensors in the window
+
+char* Group::take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot) {
+  const auto guard_calls = lock();
+  enter("moe_a2a.EPGroup.empty");
+  if (tokens < 0 || tokens > layout_[MAX_TOKENS] || row_bytes > layout_[ROW_BYTES])
+    throw Failure(FailureKind::BAD_VALUE,
+                  say("moe_a2a.EPGroup.empty: %ld rows of %ld bytes on rank %ld don't fit the group's max_tokens = %ld rows of "
+                      "%ld bytes",
+                      tokens, row_bytes, rank_, layout_[MAX_TOKENS], layout_[ROW_BYTES]));
+  std::lock_guard guard(stage_mutex_);
+  int64_t held = 0, read = 0;
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    // Peers may read x of call n until their record n + 1 is here.
+    const bool being_read = stages_[i].used_in != 0 && drained_ < stages_[i].used_in + 1;
+    if (!stages_[i].held && !being_read) {
+      stages_[i] = {true, 0};
+      *slot = static_cast<int64_t>(i);
+      return own() + layout_.x_at(layout_[SLOTS] + *slot);
+    }
+    stages_[i].held ? ++held : ++read;
+  }
+  throw Failure(FailureKind::WINDOW_BUSY,
+                say("moe_a2a.EPGroup.empty: all %ld window tensors of rank %ld are in use: %ld are still referenced, %ld were "
+                    "dispatched and peers may read them until the next dispatch has returned. Drop a tensor, dispatch, or "
+                    "make the group with a larger depth",
+                    static_cast<int64_t>(stages_.size()), rank_, held, read));
+}
+
+void Group::release_stage(int64_t slot) {
+  std::lock_guard guard(stage_mutex_);
+  stages_[static_cast<size_t>(slot)].held = false;
+}
+
+char* Group::rows_at(const int64_t* handle, int64_t words, int64_t row_bytes) {
+  const auto guard = lock();
+  check_handle(handle, words);
+  if (row_bytes > layout_[ROW_BYTES])
+    throw Failure(FailureKind::BAD_VALUE,
+                  say("moe_a2a.Dispatched.empty_like_rows: rows of %ld bytes on rank %ld are wider than the group's %ld",
+                      row_bytes, rank_, layout_[ROW_BYTES]));
+  return own() + layout_.y_at(static_cast<uint64_t>(handle[handle_word::EPOCH]));
+}
+
+// ------------------------------------------------------------------------------------------------------------------ life
+
+void Group::give_up(uint64_t epoch, const std::string& text) {
+  if (poisoned_) return;
+  try {
+    lose({FailureKind::PEER_LOST, rank_, say("call %lu on rank %ld failed: %s", epoch, rank_, text.c_str())}, epoch,
+         phase::DISPATCH_ROWS);
+  } catch (const Failure&) {
+    // the caller throws what really happened
+  }
+}
+
+void Group::close() {
+  const auto guard = lock();
+  if (closed_) return;
+  closed_ = true;
+  if (fork_count_ != forks.load()) return;  // the parent's windows: not ours to write to
+  if (!poisoned_)
+    for (int64_t peer : all_peers_)
+      write_status(layout_, window(peer), rank_, status::LEFT, 0, -1, epoch_, phase::IDLE);
+  for (auto& window : windows_) window.reset();  // tensors in the own window keep it mapped
+}
+
+namespace {
+std::mutex registry_mutex;
+std::unordered_map<std::string, std::shared_ptr<Group>>& registry() {
+  static auto* groups = new std::unordered_map<std::string, std::shared_ptr<Group>>;
+  return *groups;
+}
+}  // namespace
+
+void add_group(std::shared_ptr<Group> group) {
+  std::lock_guard guard(registry_mutex);
+  registry()[group->name()] = std::move(group);
+}
+
+void remove_group(const std::string& name) {
+  std::lock_guard guard(registry_mutex);
+  registry().erase(name);
+}
+
+std::shared_ptr<Group> find_group(const std::string& name) {
+  std::lock_guard guard(registry_mutex);
+  const auto found = registry().find(name);
+  if (found == registry().end())
+    throw Failure(FailureKind::GROUP_CLOSED,
+                  say("moe_a2a: there is no open group named \"%s\" in this process; it was closed, or the name is wrong (it "
+                      "is EPGroup.name)",
+                      name.c_str()));
+  return found->second;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,245 @@
+// The Python module moe_a2a._C: loading it registers the CPU kernels with torch; its functions are the control calls that
+// op_host/native.py wraps. Limited API, so one build serves every Python from 3.10 on.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "group.h"
+#include "pool.h"
+#include "window.h"
+
+namespace moe_a2a {
+extern thread_local std::optional<Failure> last_failure;
+}
+
+namespace {
+
+using namespace moe_a2a;
+
+// What a signal handler raised while an operation was waiting; handed to the Python function that called the operation.
+thread_local PyObject* interrupt = nullptr;
+
+bool python_interrupted() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  bool raised = false;
+  // Handlers run in the main thread only; elsewhere this returns 0.
+  if (PyErr_CheckSignals() != 0) {
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    Py_XDECREF(interrupt);
+    interrupt = value;
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    raised = true;
+  }
+  PyGILState_Release(state);
+  return raised;
+}
+
+template <class T>
+std::vector<T> items(const char* data, Py_ssize_t bytes) {
+  std::vector<T> values(static_cast<size_t>(bytes) / sizeof(T));
+  std::memcpy(values.data(), data, values.size() * sizeof(T));
+  return values;
+}
+
+PyObject* raise_failure(const Failure& failure) {
+  last_failure = failure;
+  PyErr_SetString(PyExc_RuntimeError, failure.what());
+  return nullptr;
+}
+
+PyObject* py_map_window(PyObject*, PyObject* args) {
+  int fd = -1, fill = 0;
+  long long bytes = 0;
+  if (!PyArg_ParseTuple(args, "iLp", &fd, &bytes, &fill)) return nullptr;
+  MapResult result{};
+  Py_BEGIN_ALLOW_THREADS
+  result = map_window(fd, bytes, fill != 0);
+  Py_END_ALLOW_THREADS
+  if (result.address == nullptr) {
+    errno = result.error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+  }
+  return Py_BuildValue("KNN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(result.address)),
+                       PyBool_FromLong(result.populated), PyBool_FromLong(result.collapsed));
+}
+
+// Gives a mapping back that no group took.
+PyObject* py_unmap_window(PyObject*, PyObject* args) {
+  unsigned long long address = 0;
+  long long bytes = 0;
+  if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return nullptr;
+  { Mapping gone(reinterpret_cast<char*>(static_cast<uintptr_t>(address)), bytes); }
+  Py_RETURN_NONE;
+}
+
+// A view of mapped memory for op_host (headers) and for tests; the caller keeps the mapping alive.
+PyObject* py_view_window(PyObject*, PyObject* args) {
+  unsigned long long address = 0;
+  long long bytes = 0;
+  if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return nullptr;
+  constexpr int WRITABLE = 0x200;  // PyBUF_WRITE, which the limited API names only from 3.11 on
+  return PyMemoryView_FromMemory(reinterpret_cast<char*>(static_cast<uintptr_t>(address)), static_cast<Py_ssize_t>(bytes),
+                                 WRITABLE);
+}
+
+PyObject* py_create_group(PyObject*, PyObject* args) {
+  const char *name, *layout_data, *tiling_data, *address_data, *pidfd_data;
+  Py_ssize_t layout_bytes, tiling_bytes, address_bytes, pidfd_bytes;
+  long long rank, timeout_ns, warmup_ns;
+  unsigned long long first_epoch;
+  if (!PyArg_ParseTuple(args, "sy#Ly#y#y#LLK", &name, &layout_data, &layout_bytes, &rank, &tiling_data, &tiling_bytes,
+                        &address_data, &address_bytes, &pidfd_data, &pidfd_bytes, &timeout_ns, &warmup_ns, &first_epoch))
+    return nullptr;
+  const auto params = items<int64_t>(layout_data, layout_bytes);
+  const auto tiling = items<int64_t>(tiling_data, tiling_bytes);
+  const auto addresses = items<int64_t>(address_data, address_bytes);
+  const auto pidfds = items<int64_t>(pidfd_data, pidfd_bytes);
+  if (params.size() != LAYOUT_PARAMS || tiling.size() != 4) {
+    PyErr_Format(PyExc_ValueError, "create_group: %zd layout parameters and %zd tiling parameters; expected %d and 4",
+                 static_cast<Py_ssize_t>(params.size()), static_cast<Py_ssize_t>(tiling.size()), int{LAYOUT_PARAMS});
+    return nullptr;
+  }
+  Layout layout;
+  std::memcpy(layout.p, params.data(), sizeof layout.p);
+  if (addresses.size() != static_cast<size_t>(layout[WORLD_SIZE]) || pidfds.size() != addresses.size()) {
+    PyErr_SetString(PyExc_ValueError, "create_group: needs an address and a pidfd for each rank");
+    return nullptr;
+  }
+  std::vector<std::shared_ptr<Mapping>> windows;
+  for (int64_t address : addresses)
+    windows.push_back(std::make_shared<Mapping>(reinterpret_cast<char*>(address), layout[TOTAL_BYTES]));
+  add_group(std::make_shared<Group>(name, layout, rank, Tiling{{tiling[0], tiling[1], tiling[2]}, tiling[3]},
+                                    std::move(windows), std::vector<int>(pidfds.begin(), pidfds.end()), timeout_ns, warmup_ns,
+                                    first_epoch));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_close_group(PyObject*, PyObject* args) {
+  const char* name;
+  if (!PyArg_ParseTuple(args, "s", &name)) return nullptr;
+  std::shared_ptr<Group> group;
+  try {
+    group = find_group(name);
+  } catch (const Failure&) {
+    Py_RETURN_NONE;  // closed before
+  }
+  // Another thread may be inside a call and hold the group's lock while it waits for the interpreter.
+  Py_BEGIN_ALLOW_THREADS
+  group->close();
+  remove_group(name);
+  group.reset();
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+PyObject* py_abort_call(PyObject*, PyObject* args) {
+  const char *name, *text;
+  int kind;
+  if (!PyArg_ParseTuple(args, "sis", &name, &kind, &text)) return nullptr;
+  std::optional<Failure> failure;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    const auto group = find_group(name);
+    const auto lock = group->lock();
+    group->abort_call(static_cast<FailureKind>(kind), text);
+  } catch (const Failure& error) {
+    failure = error;
+  }
+  Py_END_ALLOW_THREADS
+  if (failure) return raise_failure(*failure);
+  Py_RETURN_NONE;
+}
+
+// (kind, text) of the last failure in this thread, or None; asking clears it.
+PyObject* py_take_failure(PyObject*, PyObject*) {
+  if (!last_failure) Py_RETURN_NONE;
+  const Failure failure = *last_failure;
+  last_failure.reset();
+  return Py_BuildValue("is", static_cast<int>(failure.kind), failure.what());
+}
+
+PyObject* py_take_interrupt(PyObject*, PyObject*) {
+  if (interrupt == nullptr) Py_RETURN_NONE;
+  PyObject* value = interrupt;
+  interrupt = nullptr;
+  return value;
+}
+
+template <class T>
+PyObject* as_bytes(const std::vector<T>& values) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
+                                   static_cast<Py_ssize_t>(values.size() * sizeof(T)));
+}
+
+PyObject* py_group_stats(PyObject*, PyObject* args) {
+  const char* name;
+  if (!PyArg_ParseTuple(args, "s", &name)) return nullptr;
+  try {
+    const auto group = find_group(name);
+    Counters counters;
+    std::vector<int64_t> waited, rows;
+    std::vector<int32_t> matrix;
+    uint64_t epoch;
+    Py_BEGIN_ALLOW_THREADS
+    {
+      const auto lock = group->lock();
+      counters = group->counters();
+      waited = group->waited_ns();
+      rows = group->expert_rows();
+      matrix = group->matrix();
+      epoch = group->epoch();
+    }
+    Py_END_ALLOW_THREADS
+    const std::vector<int64_t> counts{counters.dispatches,        counters.combines,         counters.dispatch_in_bytes,
+                                      counters.dispatch_out_bytes, counters.combine_in_bytes, counters.combine_out_bytes,
+                                      counters.sent_rows,         counters.received_rows};
+    return Py_BuildValue("KNNNN", static_cast<unsigned long long>(epoch), as_bytes(counts), as_bytes(waited), as_bytes(rows),
+                         as_bytes(matrix));
+  } catch (const Failure& failure) {
+    return raise_failure(failure);
+  }
+}
+
+PyObject* py_cpu_kernels(PyObject*, PyObject*) { return PyUnicode_FromString(row_kernels().name); }
+
+PyObject* py_pool_stats(PyObject*, PyObject*) {
+  const PoolStats stats = pool_stats();
+  return Py_BuildValue("KKKK", static_cast<unsigned long long>(stats.held_bytes),
+                       static_cast<unsigned long long>(stats.kept_bytes), static_cast<unsigned long long>(stats.takes),
+                       static_cast<unsigned long long>(stats.reused));
+}
+
+PyObject* py_pool_trim(PyObject*, PyObject*) { return PyLong_FromSize_t(pool_trim()); }
+
+PyMethodDef methods[] = {
+    {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill) -> (address, populated, collapsed)"},
+    {"unmap_window", py_unmap_window, METH_VARARGS, "unmap_window(address, bytes)"},
+    {"view_window", py_view_window, METH_VARARGS, "view_window(address, bytes) -> memoryview"},
+    {"create_group", py_create_group, METH_VARARGS,
+     "create_group(name, layout, rank, tiling, addresses, pidfds, timeout_ns, warmup_ns, first_epoch); takes the mappings over"},
+    {"close_group", py_close_group, METH_VARARGS, "close_group(name)"},
+    {"abort_call", py_abort_call, METH_VARARGS, "abort_call(name, kind, text)"},
+    {"take_failure", py_take_failure, METH_NOARGS, "take_failure() -> (kind, text) or None"},
+    {"take_interrupt", py_take_interrupt, METH_NOARGS, "take_interrupt() -> exception or None"},
+    {"group_stats", py_group_stats, METH_VARARGS, "group_stats(name) -> (epoch, counters, waited_ns, expert_rows, matrix)"},
+    {"cpu_kernels", py_cpu_kernels, METH_NOARGS, "cpu_kernels() -> name of the instruction set in use"},
+    {"pool_stats", py_pool_stats, METH_NOARGS, "pool_stats() -> (held_bytes, kept_bytes, takes, reused)"},
+    {"pool_trim", py_pool_trim, METH_NOARGS, "pool_trim() -> bytes freed"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_C", "CPU kernels of moe_a2a and their control calls.", -1, methods,
+                          nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__C(void) {
+  moe_a2a::interrupted = python_interrupted;
+  return PyModule_Create(&module_def);
+}

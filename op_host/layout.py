@@ -1,0 +1,613 @@
+"""Where every byte of a window is.
+
+One function, :func:`window_layout`, computes the layout of a group's windows; the kernels (C++, Triton, anything that can
+add two integers) are handed its :meth:`WindowLayout.params` as a vector of int64 and compute nothing themselves. All
+offsets and strides are bytes and Python integers, so nothing overflows. ``docs/protocol.md`` shows the same as tables.
+
+Shape symbols, here and everywhere: T tokens of a rank, H hidden size, E experts, K top-k, R ranks, N received rows.
+
+A window of rank p holds, in this order::
+
+    header      what this is; written by p before the window is shared
+    progress    what p is doing (written by p, read by peers that report a hang)
+    status      R cells; cell q is written by rank q only: OK, POISON, LEFT
+    record      NREC x R records; record [n mod NREC][q] is written by rank q only: its send counts of call n
+    combine     NS x R cells; cell [h mod NS][q] is written by rank q only: "the rows of y you need are there"
+    token list  NS x int32[max_tokens * K]: p's (token, k) pairs sorted by expert, as token numbers (pull dispatch)
+    weight      NS x 8 bytes x [max_tokens * K]: the routing weights in the same order, when they travel
+    x           (NS + NSTAGE) x max_tokens rows: what p dispatches; the last NSTAGE are handed out by ``group.empty``
+    y           NS x max_recv_rows rows: what p's experts made of the rows p received
+
+Formats, chosen once per group:
+
+* ``compact``: a code is a u64 in front of what it guards; rows are packed. For groups of CPU ranks.
+* ``portable``: a code is a block of 32 bytes, eight equal int32, behind what it guards; rows start at multiples of 512
+  bytes. For groups in which a rank moves data by DMA and tests a block with min == max == code.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+LAYOUT_VERSION = 1
+MAGIC = 0x6D6F655F61326131  # "moe_a2a1", big endian: the first eight bytes of a window as an int64
+PAGE = 2 * 1024 * 1024  # windows and their row regions are cut in huge pages
+REGION_ALIGN = 4096
+LINE = 64
+
+
+class Format(enum.IntEnum):
+    COMPACT = 0
+    PORTABLE = 1
+
+
+class HeaderWord(enum.IntEnum):
+    """int64 words of a window's header."""
+
+    MAGIC = 0
+    VERSION = 1
+    FORMAT = 2
+    GENERATION = 3
+    RANK = 4
+    WORLD_SIZE = 5
+    TOTAL_BYTES = 6
+    NONCE_LO = (
+        7  # 16 random bytes of this window: whoever opens it compares them with what the owner announced
+    )
+    NONCE_HI = 8
+
+
+class Kind(enum.IntEnum):
+    """What a record is."""
+
+    COUNTS = 1
+    ROUND = 2
+    ABORT = 3
+    LEAVE = 4
+
+
+class Status(enum.IntEnum):
+    """Code of a status cell; 0 is never written."""
+
+    OK = 1
+    POISON = 2
+    LEFT = 3
+    EXCLUDED = 4
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing, in its progress cell."""
+
+    IDLE = 0
+    DISPATCH_PACK = 1
+    DISPATCH_COUNTS = 2
+    DISPATCH_ROWS = 3
+    COMBINE_WRITE = 4
+    COMBINE_WAIT = 5
+    COMBINE_SUM = 6
+
+
+class RecordWord(enum.IntEnum):
+    """int32 words of a record's header. 64-bit values take two words, low word first; unused words are 0."""
+
+    KIND = 0
+    REASON = 1  # abort: a number of errors.FAILURE_KINDS
+    GENERATION = 2
+    EPOCH_LO = 3
+    EPOCH_HI = 4
+    TOKENS = 5
+    HIDDEN = 6
+    DTYPE = 7  # DTYPE_CODES
+    QUANT = 8  # 0 none
+    WEIGHT_DTYPE = 9  # DTYPE_CODES, 0 when no weights travel
+    TOP_K = 10
+    MODE = 11  # 0 pull, 1 push
+    PAD_LO = 12  # pad_to, -1 when exact
+    PAD_HI = 13
+    ALIGN = 14  # rows an expert's share is padded to, 1 when not
+    TAG_LO = 15
+    TAG_HI = 16
+    X_LO = 17  # byte offset of x in its owner's window
+    X_HI = 18
+    X_STRIDE = 19  # bytes from one row of x to the next
+    TEXT_BYTES = 20  # abort: bytes of UTF-8 text in the payload
+
+
+class CellWord(enum.IntEnum):
+    """int32 words of a combine cell's body (in front of an abort's text)."""
+
+    REASON = 0
+    DTYPE = 1
+    HIDDEN = 2
+    STRIDE = 3  # bytes from one row of y to the next
+    Y_LO = 4  # byte offset of y in its owner's window
+    Y_HI = 5
+    TEXT_BYTES = 6
+
+
+class StatusWord(enum.IntEnum):
+    """int32 words of a status cell's body."""
+
+    REASON = 0
+    WHO = 1  # the rank that was missing, -1 none
+    EPOCH_LO = 2
+    EPOCH_HI = 3
+    PHASE = 4
+    GENERATION = 5
+
+
+class ProgressWord(enum.IntEnum):
+    """int64 words of the progress cell."""
+
+    EPOCH = 0
+    PHASE = 1
+    STEPS = 2
+
+
+RECORD_HEADER_WORDS = 30
+RECORD_TEXT_BYTES = 480  # room for an abort's text even where E is small
+CELL_BODY_WORDS = 8
+CELL_TEXT_BYTES = 192
+CODE_BLOCK = 32  # portable: eight equal int32
+
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.float64: 4,
+}
+CODE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+def align_up(value: int, to: int) -> int:
+    """The smallest multiple of ``to`` that is not below ``value``."""
+    return -(-value // to) * to
+
+
+def row_offset(region: int, slot: int, slot_stride: int, row: int, row_stride: int) -> int:
+    """Byte offset of a row: ``region + slot * slot_stride + row * row_stride`` (64-bit by being Python integers).
+
+    >>> row_offset(0, 1, 4096, 3, 512)
+    5632
+    """
+    return region + slot * slot_stride + row * row_stride
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """The layout of every window of a group, in bytes. The field order is what :meth:`params` hands to kernels."""
+
+    version: int
+    format: int
+    world_size: int
+    num_experts: int
+    max_tokens: int
+    top_k: int
+    row_bytes: int  # the widest row: hidden_size * itemsize of the group
+    recv_rows: int  # rows of one y slot
+    slots: int  # NS: handles open at once
+    record_slots: int  # NREC
+    stage_slots: int  # NSTAGE: x slots that group.empty hands out
+    code_max: int  # V: codes are 1..V
+    generation: int
+    row_align: int  # rows start at multiples of this
+    progress: int
+    status: int
+    status_stride: int
+    status_body: int
+    status_code: int
+    record: int
+    record_slot_stride: int
+    record_stride: int
+    record_header: int
+    record_payload: int
+    record_payload_bytes: int
+    record_code: int
+    cell: int
+    cell_slot_stride: int
+    cell_stride: int
+    cell_body: int
+    cell_text: int
+    cell_text_bytes: int
+    cell_code: int
+    token_list: int
+    token_list_slot_stride: int
+    weight: int
+    weight_slot_stride: int
+    x: int
+    x_slot_stride: int
+    y: int
+    y_slot_stride: int
+    total_bytes: int
+
+    def params(self) -> list[int]:
+        """The fields as a vector of int64, in the order of ``enum LayoutParam`` in op_kernel/cpu/layout.h."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def row_stride(self, hidden: int, itemsize: int) -> int:
+        """Bytes from one row of x or y to the next for rows of ``hidden`` elements of ``itemsize`` bytes."""
+        return align_up(hidden * itemsize, self.row_align)
+
+    def code(self, epoch: int) -> int:
+        """The code of an epoch: 1..V, never 0 (0 is a cell that was never written)."""
+        return (epoch - 1) % self.code_max + 1
+
+    def lap(self, epoch: int) -> int:
+        """How often the codes have wrapped before this epoch."""
+        return (epoch - 1) // self.code_max
+
+    def regions(self) -> dict[str, int]:
+        """Bytes of each region."""
+        starts = {
+            "header": 0,
+            "progress": self.progress,
+            "status": self.status,
+            "record": self.record,
+            "combine": self.cell,
+            "token_list": self.token_list,
+            "weight": self.weight,
+            "x": self.x,
+            "y": self.y,
+        }
+        ends = [*list(starts.values())[1:], self.total_bytes]
+        return {name: end - start for (name, start), end in zip(starts.items(), ends, strict=True)}
+
+
+def window_layout(
+    *,
+    world_size: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    row_bytes: int,
+    recv_rows: int,
+    slots: int = 2,
+    record_format: Format = Format.COMPACT,
+    code_max: int | None = None,
+    generation: int = 1,
+) -> WindowLayout:
+    """Computes the layout of one window; all ranks of a group compute the same.
+
+    Args:
+        world_size, num_experts, top_k, max_tokens: R, E, K and the largest T.
+        row_bytes: bytes of the widest row (hidden size times item size).
+        recv_rows: rows one y slot holds.
+        slots: NS, the handles that may be open at once; at least 2, since a pull dispatch writes x of call n while
+            peers may still be reading x of call n - 1.
+        record_format: ``Format.COMPACT`` or ``Format.PORTABLE``.
+        code_max: V, the largest code; None takes the format's own (2**62 or 2**31 - 1).
+        generation: number of this set of windows.
+
+    Raises:
+        ValueError: for a size that can't be laid out, naming it.
+    """
+    # NREC = 2: a rank publishes record n + 1 only after it has every peer's record n, and a peer publishes that only
+    # after it has read every record of n - 1. One slot would be overwritten while unread.
+    record_slots = 2
+    portable = record_format == Format.PORTABLE
+    if code_max is None:
+        code_max = 2**31 - 1 if portable else 2**62
+    limit = 2**31 - 1 if portable else 2**62
+    if not record_slots < code_max <= limit:
+        raise ValueError(
+            f"window_layout: code_max = {code_max} is outside {record_slots + 1}..{limit} ({record_format.name})"
+        )
+    for name, value, least in (
+        ("world_size", world_size, 1),
+        ("num_experts", num_experts, 1),
+        ("top_k", top_k, 1),
+        ("max_tokens", max_tokens, 0),
+        ("row_bytes", row_bytes, 1),
+        ("recv_rows", recv_rows, 0),
+        ("slots", slots, 2),
+    ):
+        if value < least:
+            raise ValueError(f"window_layout: {name} = {value} is below {least}")
+    if max_tokens * top_k >= 2**31 or recv_rows >= 2**31:
+        raise ValueError(
+            f"window_layout: max_tokens * top_k = {max_tokens * top_k} and recv_rows = {recv_rows} must be below 2**31, "
+            "since positions travel as int32"
+        )
+
+    row_align = 512 if portable else 1
+    stage_slots = slots
+    payload_bytes = align_up(max(4 * num_experts, RECORD_TEXT_BYTES), CODE_BLOCK)
+    if portable:
+        record_header, record_payload = 0, 128
+        record_code = record_payload + payload_bytes
+        record_stride = align_up(record_code + CODE_BLOCK, 512)
+        cell_body, cell_text = 0, 4 * CELL_BODY_WORDS
+        cell_code = cell_text + CELL_TEXT_BYTES
+        cell_stride = align_up(cell_code + CODE_BLOCK, 512)
+        status_body, status_code, status_stride = 0, 32, 512
+    else:
+        # The code stands in front so that a small record takes as few cache lines as can be.
+        record_code, record_header, record_payload = 0, 8, 128
+        record_stride = align_up(record_payload + payload_bytes, LINE)
+        cell_code, cell_body = 0, 8
+        cell_text = cell_body + 4 * CELL_BODY_WORDS
+        cell_stride = align_up(cell_text + CELL_TEXT_BYTES, LINE)
+        status_code, status_body, status_stride = 0, 8, LINE
+
+    position = REGION_ALIGN  # the header has the first page to itself
+
+    def region(size: int, align: int = REGION_ALIGN) -> int:
+        nonlocal position
+        start = align_up(position, align)
+        position = start + size
+        return start
+
+    progress = region(512)
+    status = region(world_size * status_stride, 512)
+    record_slot_stride = world_size * record_stride
+    record = region(record_slots * record_slot_stride)
+    cell_slot_stride = world_size * cell_stride
+    cell = region(slots * cell_slot_stride)
+    pairs = max_tokens * top_k
+    token_list_slot_stride = align_up(4 * pairs, REGION_ALIGN)
+    token_list = region(slots * token_list_slot_stride)
+    weight_slot_stride = align_up(8 * pairs, REGION_ALIGN)
+    weight = region(slots * weight_slot_stride)
+    row_slot = align_up(row_bytes, row_align)
+    x_slot_stride = align_up(max_tokens * row_slot, REGION_ALIGN)
+    x = region((slots + stage_slots) * x_slot_stride)
+    y_slot_stride = align_up(recv_rows * row_slot, REGION_ALIGN)
+    y = region(slots * y_slot_stride)
+    return WindowLayout(
+        version=LAYOUT_VERSION,
+        format=int(record_format),
+        world_size=world_size,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        top_k=top_k,
+        row_bytes=row_bytes,
+        recv_rows=recv_rows,
+        slots=slots,
+        record_slots=record_slots,
+        stage_slots=stage_slots,
+        code_max=code_max,
+        generation=generation,
+        row_align=row_align,
+        progress=progress,
+        status=status,
+        status_stride=status_stride,
+        status_body=status_body,
+        status_code=status_code,
+        record=record,
+        record_slot_stride=record_slot_stride,
+        record_stride=record_stride,
+        record_header=record_header,
+        record_payload=record_payload,
+        record_payload_bytes=payload_bytes,
+        record_code=record_code,
+        cell=cell,
+        cell_slot_stride=cell_slot_stride,
+        cell_stride=cell_stride,
+        cell_body=cell_body,
+        cell_text=cell_text,
+        cell_text_bytes=CELL_TEXT_BYTES,
+        cell_code=cell_code,
+        token_list=token_list,
+        token_list_slot_stride=token_list_slot_stride,
+        weight=weight,
+        weight_slot_stride=weight_slot_stride,
+        x=x,
+        x_slot_stride=x_slot_stride,
+        y=y,
+        y_slot_stride=y_slot_stride,
+        total_bytes=align_up(position, PAGE),
+    )
+
+
+def expert_ranges(num_experts: int, world_size: int) -> list[range]:
+    """Global expert ids of each rank: contiguous, and the first E mod R ranks own one expert more.
+
+    >>> expert_ranges(7, 3)
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    share, more = divmod(num_experts, world_size)
+    starts = [rank * share + min(rank, more) for rank in range(world_size + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The handle tensor: what dispatch leaves for combine. int64, one-dimensional; int32 parts are packed two to a word.
+
+
+class HandleWord(enum.IntEnum):
+    """int64 words of a handle's header."""
+
+    MAGIC = 0
+    EPOCH = 1
+    GENERATION = 2
+    TOKENS = 3
+    TOP_K = 4
+    HIDDEN = 5
+    ROWS = 6  # N, rows this rank received
+    WORLD_SIZE = 7
+    NUM_EXPERTS = 8
+    RANK = 9
+    DTYPE = 10
+    COUNTS = 11  # first word of counts: int64 [E_local]
+    OFFSETS = 12  # first word of offsets: int32 [E_local + 1]
+    MATRIX = 13  # first word of the send-count matrix: int32 [R, E]
+    EXPERT = 14  # first word of expert: int32 [T, K], -1 dropped
+    ROW = 15  # first word of row: int32 [T, K], position in the owner's received rows, -1 dropped
+    GROUP = 16  # which group of this process it belongs to
+
+
+HANDLE_HEADER_WORDS = 20
+HANDLE_MAGIC = 0x6D6F655F68646C31
+
+
+def handle_words(
+    *, num_tokens: int, top_k: int, world_size: int, num_experts: int, local_experts: int
+) -> list[int]:
+    """First words of counts, offsets, matrix, expert and row, and the number of words in all."""
+
+    def int32s(count: int) -> int:
+        return (count + 1) // 2
+
+    counts = HANDLE_HEADER_WORDS
+    offsets = counts + local_experts
+    matrix = offsets + int32s(local_experts + 1)
+    expert = matrix + int32s(world_size * num_experts)
+    row = expert + int32s(num_tokens * top_k)
+    return [counts, offsets, matrix, expert, row, row + int32s(num_tokens * top_k)]
+
+
+class HandleView:
+    """Reads a handle tensor (int64, 1-D, on the CPU). Tensors are views of it, made when asked for."""
+
+    __slots__ = ("_meta", "_words")
+
+    def __init__(self, meta: torch.Tensor) -> None:
+        self._meta = meta
+        self._words: list[int] = meta[:HANDLE_HEADER_WORDS].tolist()
+        if self._words[HandleWord.MAGIC] != HANDLE_MAGIC:
+            raise ValueError("not a handle of moe_a2a.dispatch: its first word is wrong")
+
+    @property
+    def epoch(self) -> int:
+        """n, the call number of the dispatch."""
+        return self._words[HandleWord.EPOCH]
+
+    @property
+    def generation(self) -> int:
+        return self._words[HandleWord.GENERATION]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._words[HandleWord.TOKENS]
+
+    @property
+    def top_k(self) -> int:
+        return self._words[HandleWord.TOP_K]
+
+    @property
+    def hidden(self) -> int:
+        return self._words[HandleWord.HIDDEN]
+
+    @property
+    def rows(self) -> int:
+        return self._words[HandleWord.ROWS]
+
+    @property
+    def world_size(self) -> int:
+        return self._words[HandleWord.WORLD_SIZE]
+
+    @property
+    def num_experts(self) -> int:
+        return self._words[HandleWord.NUM_EXPERTS]
+
+    @property
+    def rank(self) -> int:
+        return self._words[HandleWord.RANK]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return CODE_DTYPES[self._words[HandleWord.DTYPE]]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[E_local] int64: rows of each local expert."""
+        return self._meta[self._words[HandleWord.COUNTS] : self._words[HandleWord.OFFSETS]]
+
+    def _int32(self, word: HandleWord, count: int) -> torch.Tensor:
+        start = self._words[word]
+        return self._meta[start : start + (count + 1) // 2].view(torch.int32)[:count]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """[E_local + 1] int32: first row of each local expert, and N."""
+        return self._int32(
+            HandleWord.OFFSETS, self._words[HandleWord.OFFSETS] - self._words[HandleWord.COUNTS] + 1
+        )
+
+    @property
+    def counts_RE(self) -> torch.Tensor:
+        """[R, E] int32: the send-count matrix of the call."""
+        return self._int32(HandleWord.MATRIX, self.world_size * self.num_experts).view(
+            self.world_size, self.num_experts
+        )
+
+    @property
+    def expert_TK(self) -> torch.Tensor:
+        """[T, K] int32: the expert of each pair, -1 where dropped."""
+        return self._int32(HandleWord.EXPERT, self.num_tokens * self.top_k).view(self.num_tokens, self.top_k)
+
+    @property
+    def row_TK(self) -> torch.Tensor:
+        """[T, K] int32: the row of each pair among its owner's received rows, -1 where dropped."""
+        return self._int32(HandleWord.ROW, self.num_tokens * self.top_k).view(self.num_tokens, self.top_k)
+
+
+def pack_handle(
+    *,
+    epoch: int,
+    generation: int,
+    num_tokens: int,
+    top_k: int,
+    hidden: int,
+    rows: int,
+    rank: int,
+    dtype: torch.dtype,
+    counts_RE: torch.Tensor,
+    expert_TK: torch.Tensor,
+    row_TK: torch.Tensor,
+    num_experts: int,
+    group: int = 0,
+) -> torch.Tensor:
+    """Builds the handle tensor in plain torch (the C++ kernel writes the same words).
+
+    Args:
+        counts_RE: [R, E] integers, the send-count matrix.
+        expert_TK, row_TK: [T, K] integers, -1 where dropped.
+
+    Returns:
+        int64 [words]; read it with :class:`HandleView`.
+    """
+    world_size = counts_RE.shape[0]
+    local = expert_ranges(num_experts, world_size)[rank]
+    words = handle_words(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        world_size=world_size,
+        num_experts=num_experts,
+        local_experts=len(local),
+    )
+    meta = torch.zeros(words[-1], dtype=torch.int64)
+    header: dict[HandleWord, Any] = {
+        HandleWord.MAGIC: HANDLE_MAGIC,
+        HandleWord.EPOCH: epoch,
+        HandleWord.GENERATION: generation,
+        HandleWord.TOKENS: num_tokens,
+        HandleWord.TOP_K: top_k,
+        HandleWord.HIDDEN: hidden,
+        HandleWord.ROWS: rows,
+        HandleWord.WORLD_SIZE: world_size,
+        HandleWord.NUM_EXPERTS: num_experts,
+        HandleWord.RANK: rank,
+        HandleWord.DTYPE: DTYPE_CODES[dtype],
+        HandleWord.GROUP: group,
+        HandleWord.COUNTS: words[0],
+        HandleWord.OFFSETS: words[1],
+        HandleWord.MATRIX: words[2],
+        HandleWord.EXPERT: words[3],
+        HandleWord.ROW: words[4],
+    }
+    for word, value in header.items():
+        meta[word] = value
+    view = HandleView(meta)
+    counts = counts_RE[:, local.start : local.stop].sum(0)
+    view.counts.copy_(counts)
+    view.offsets[1:].copy_(counts.cumsum(0))
+    view.counts_RE.copy_(counts_RE)
+    view.expert_TK.copy_(expert_TK)
+    view.row_TK.copy_(row_TK)
+    return meta

@@ -1,0 +1,162 @@
+"""The compiled library ``moe_a2a._C`` as seen from Python: typed control calls and the errors of failed operations.
+
+The operators themselves are reached through ``torch.ops.moe_a2a``; nothing in here is on a hot path.
+"""
+
+from __future__ import annotations
+
+import array
+from dataclasses import dataclass, fields
+from typing import NoReturn
+
+import torch  # noqa: F401  the library links against torch, which must be loaded first
+
+from ..errors import FAILURE_KINDS, INTERRUPTED, BadType, MoeA2AError
+from .layout import WindowLayout
+from .tiling import Tiling
+
+try:
+    from .. import _C as lib
+except ImportError as error:  # pragma: no cover - shown to someone whose build is missing
+    raise ImportError(
+        f"moe_a2a: the compiled part is missing or doesn't load ({error}). Build it with: "
+        "pip install --no-build-isolation -e ."
+    ) from error
+
+
+def _int64s(values: list[int]) -> bytes:
+    return array.array("q", values).tobytes()
+
+
+@dataclass(frozen=True)
+class MappedWindow:
+    """A window in this process's memory."""
+
+    address: int
+    size: int
+    populated: bool
+    collapsed: bool
+
+    def view(self) -> memoryview:
+        """The window's bytes. The caller keeps the mapping alive."""
+        return lib.view_window(self.address, self.size)
+
+    def unmap(self) -> None:
+        """Gives the mapping back; only for one that no group has taken over."""
+        lib.unmap_window(self.address, self.size)
+
+
+def map_window(fd: int, size: int, *, fill: bool) -> MappedWindow:
+    """Maps and prefaults the window behind ``fd``; ``fill`` for its owner. Raises OSError."""
+    address, populated, collapsed = lib.map_window(fd, size, fill)
+    return MappedWindow(address, size, populated, collapsed)
+
+
+def create_group(
+    name: str,
+    layout: WindowLayout,
+    rank: int,
+    tiling: Tiling,
+    windows: list[MappedWindow],
+    pidfds: list[int],
+    timeout_ns: int,
+    warmup_ns: int,
+    first_epoch: int,
+) -> None:
+    """Registers a group under its name; takes the mappings and the pidfds over (-1: none)."""
+    lib.create_group(
+        name,
+        _int64s(layout.params()),
+        rank,
+        _int64s(tiling.params()),
+        _int64s([window.address for window in windows]),
+        _int64s(pidfds),
+        timeout_ns,
+        warmup_ns,
+        first_epoch,
+    )
+
+
+def close_group(name: str) -> None:
+    """Closes the group of this name; no-op when there is none."""
+    lib.close_group(name)
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Counters of a group on this rank."""
+
+    epoch: int
+    dispatches: int
+    combines: int
+    dispatch_in_bytes: int
+    dispatch_out_bytes: int
+    combine_in_bytes: int
+    combine_out_bytes: int
+    sent_rows: int
+    received_rows: int
+    waited_ns: list[int]
+    expert_rows: list[int]
+    matrix: list[int]
+
+
+def group_stats(name: str) -> GroupStats:
+    """Counters of the group of this name."""
+    try:
+        epoch, counters, waited, rows, matrix = lib.group_stats(name)
+    except RuntimeError as error:
+        raise_failure(error, None)
+
+    def int64s(data: bytes) -> list[int]:
+        return array.array("q", data).tolist()
+
+    names = [field.name for field in fields(GroupStats)]
+    values = dict(zip(names[1:9], int64s(counters), strict=True))
+    return GroupStats(
+        epoch,
+        waited_ns=int64s(waited),
+        expert_rows=int64s(rows),
+        matrix=array.array("i", matrix).tolist(),
+        **values,
+    )
+
+
+def raise_failure(error: Exception, group_name: str | None) -> NoReturn:
+    """Raises the named error behind a failed operator call.
+
+    An exception that didn't come from the kernels (an argument that isn't a tensor, a device nobody has a kernel for) happened
+    on this rank alone and before anything was sent: the group's peers are told, so that they raise instead of waiting.
+    """
+    if isinstance(error, MoeA2AError):
+        raise error
+    failure = lib.take_failure()
+    if failure is not None and failure[1] in str(error):
+        kind, text = failure
+        if kind == INTERRUPTED:
+            interrupt = lib.take_interrupt()
+            raise (interrupt if interrupt is not None else KeyboardInterrupt(text)) from None
+        raise FAILURE_KINDS[kind](text) from None
+    if group_name is not None:
+        reason = BadType(str(error).strip().split("\n")[0])
+        try:
+            lib.abort_call(group_name, 2, str(reason))
+        except RuntimeError as lost:
+            raise_failure(lost, None)
+        raise reason from error
+    raise error
+
+
+def cpu_kernels() -> str:
+    """The instruction set the kernels use on this CPU: "avx2" or "portable"."""
+    return lib.cpu_kernels()
+
+
+def pool_stats() -> dict[str, int]:
+    """The output pool of this process: bytes in use, bytes kept for reuse, blocks handed out, blocks reused."""
+    held, kept, takes, reused = lib.pool_stats()
+    return {"held_bytes": held, "kept_bytes": kept, "takes": takes, "reused": reused}
+
+
+def pool_trim() -> int:
+    """Returns the memory that the output pool keeps for reuse to the system; returns the bytes freed."""
+    return lib.pool_trim()

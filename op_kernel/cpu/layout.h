@@ -1,0 +1,199 @@
+// The window layout as the CPU kernels see it: a vector of int64 computed by op_host/layout.py, and the words of records
+// and cells. The enums repeat the order of op_host/layout.py; tests/test_layout.py compares them name by name.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_a2a {
+
+enum LayoutParam : int {
+  VERSION,
+  FORMAT,
+  WORLD_SIZE,
+  NUM_EXPERTS,
+  MAX_TOKENS,
+  TOP_K,
+  ROW_BYTES,
+  RECV_ROWS,
+  SLOTS,
+  RECORD_SLOTS,
+  STAGE_SLOTS,
+  CODE_MAX,
+  GENERATION,
+  ROW_ALIGN,
+  PROGRESS,
+  STATUS,
+  STATUS_STRIDE,
+  STATUS_BODY,
+  STATUS_CODE,
+  RECORD,
+  RECORD_SLOT_STRIDE,
+  RECORD_STRIDE,
+  RECORD_HEADER,
+  RECORD_PAYLOAD,
+  RECORD_PAYLOAD_BYTES,
+  RECORD_CODE,
+  CELL,
+  CELL_SLOT_STRIDE,
+  CELL_STRIDE,
+  CELL_BODY,
+  CELL_TEXT,
+  CELL_TEXT_BYTES,
+  CELL_CODE,
+  TOKEN_LIST,
+  TOKEN_LIST_SLOT_STRIDE,
+  WEIGHT,
+  WEIGHT_SLOT_STRIDE,
+  X,
+  X_SLOT_STRIDE,
+  Y,
+  Y_SLOT_STRIDE,
+  TOTAL_BYTES,
+  LAYOUT_PARAMS,  // how many
+};
+
+enum class Format : int64_t { COMPACT = 0, PORTABLE = 1 };
+
+namespace kind {
+enum Kind : int32_t { COUNTS = 1, ROUND = 2, ABORT = 3, LEAVE = 4 };
+}
+namespace status {
+enum Status : int32_t { OK = 1, POISON = 2, LEFT = 3, EXCLUDED = 4 };
+}
+namespace phase {
+enum Phase : int32_t {
+  IDLE = 0,
+  DISPATCH_PACK = 1,
+  DISPATCH_COUNTS = 2,
+  DISPATCH_ROWS = 3,
+  COMBINE_WRITE = 4,
+  COMBINE_WAIT = 5,
+  COMBINE_SUM = 6,
+};
+}
+namespace record_word {
+enum RecordWord : int {
+  KIND = 0,
+  REASON = 1,
+  GENERATION = 2,
+  EPOCH_LO = 3,
+  EPOCH_HI = 4,
+  TOKENS = 5,
+  HIDDEN = 6,
+  DTYPE = 7,
+  QUANT = 8,
+  WEIGHT_DTYPE = 9,
+  TOP_K = 10,
+  MODE = 11,
+  PAD_LO = 12,
+  PAD_HI = 13,
+  ALIGN = 14,
+  TAG_LO = 15,
+  TAG_HI = 16,
+  X_LO = 17,
+  X_HI = 18,
+  X_STRIDE = 19,
+  TEXT_BYTES = 20,
+};
+}
+namespace cell_word {
+enum CellWord : int { REASON = 0, DTYPE = 1, HIDDEN = 2, STRIDE = 3, Y_LO = 4, Y_HI = 5, TEXT_BYTES = 6 };
+}
+namespace status_word {
+enum StatusWord : int { REASON = 0, WHO = 1, EPOCH_LO = 2, EPOCH_HI = 3, PHASE = 4, GENERATION = 5 };
+}
+namespace progress_word {
+enum ProgressWord : int { EPOCH = 0, PHASE = 1, STEPS = 2 };
+}
+namespace handle_word {
+enum HandleWord : int {
+  MAGIC = 0,
+  EPOCH = 1,
+  GENERATION = 2,
+  TOKENS = 3,
+  TOP_K = 4,
+  HIDDEN = 5,
+  ROWS = 6,
+  WORLD_SIZE = 7,
+  NUM_EXPERTS = 8,
+  RANK = 9,
+  DTYPE = 10,
+  COUNTS = 11,
+  OFFSETS = 12,
+  MATRIX = 13,
+  EXPERT = 14,
+  ROW = 15,
+  GROUP = 16,
+};
+}
+
+constexpr int RECORD_HEADER_WORDS = 30;
+constexpr int CELL_BODY_WORDS = 8;
+constexpr int HANDLE_HEADER_WORDS = 20;
+constexpr int64_t HANDLE_MAGIC = 0x6D6F655F68646C31;
+
+// Element types that travel; the numbers are DTYPE_CODES of op_host/layout.py. 0 is "none".
+enum class Dtype : int32_t { NONE = 0, F32 = 1, BF16 = 2, F16 = 3, F64 = 4 };
+
+constexpr int64_t itemsize(Dtype dtype) {
+  return dtype == Dtype::F64 ? 8 : dtype == Dtype::F32 ? 4 : dtype == Dtype::NONE ? 0 : 2;
+}
+
+constexpr const char* dtype_name(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::F32: return "float32";
+    case Dtype::BF16: return "bfloat16";
+    case Dtype::F16: return "float16";
+    case Dtype::F64: return "float64";
+    default: return "none";
+  }
+}
+
+// Which expert belongs to which rank: contiguous, and the first E mod R ranks own one expert more.
+constexpr int64_t first_expert(int64_t rank, int64_t num_experts, int64_t world_size) {
+  const int64_t share = num_experts / world_size, more = num_experts % world_size;
+  return rank * share + (rank < more ? rank : more);
+}
+
+struct Layout {
+  int64_t p[LAYOUT_PARAMS];
+
+  int64_t operator[](LayoutParam name) const { return p[name]; }
+  bool portable() const { return p[FORMAT] == static_cast<int64_t>(Format::PORTABLE); }
+
+  // code(n) is in 1..V, 0 means never written; lap(n) counts how often the codes have wrapped.
+  // V = 3: n = 1 2 3 4 5 -> code 1 2 3 1 2, lap 0 0 0 1 1
+  uint64_t code(uint64_t epoch) const { return (epoch - 1) % static_cast<uint64_t>(p[CODE_MAX]) + 1; }
+  uint64_t lap(uint64_t epoch) const { return (epoch - 1) / static_cast<uint64_t>(p[CODE_MAX]); }
+
+  int64_t slot(uint64_t epoch) const { return static_cast<int64_t>(epoch % static_cast<uint64_t>(p[SLOTS])); }
+  int64_t record_slot(uint64_t epoch) const {
+    return static_cast<int64_t>(epoch % static_cast<uint64_t>(p[RECORD_SLOTS]));
+  }
+  int64_t record_at(uint64_t epoch, int64_t source) const {
+    return p[RECORD] + record_slot(epoch) * p[RECORD_SLOT_STRIDE] + source * p[RECORD_STRIDE];
+  }
+  int64_t cell_at(uint64_t epoch, int64_t owner) const {
+    return p[CELL] + slot(epoch) * p[CELL_SLOT_STRIDE] + owner * p[CELL_STRIDE];
+  }
+  int64_t status_at(int64_t source) const { return p[STATUS] + source * p[STATUS_STRIDE]; }
+  int64_t list_at(uint64_t epoch) const { return p[TOKEN_LIST] + slot(epoch) * p[TOKEN_LIST_SLOT_STRIDE]; }
+  int64_t weight_at(uint64_t epoch) const { return p[WEIGHT] + slot(epoch) * p[WEIGHT_SLOT_STRIDE]; }
+  int64_t x_at(int64_t slot) const { return p[X] + slot * p[X_SLOT_STRIDE]; }
+  int64_t y_at(uint64_t epoch) const { return p[Y] + slot(epoch) * p[Y_SLOT_STRIDE]; }
+  int64_t row_stride(int64_t row_bytes) const {
+    return (row_bytes + p[ROW_ALIGN] - 1) / p[ROW_ALIGN] * p[ROW_ALIGN];
+  }
+};
+
+inline void put64(int32_t* words, int at, int64_t value) {
+  words[at] = static_cast<int32_t>(static_cast<uint64_t>(value) & 0xffffffffu);
+  words[at + 1] = static_cast<int32_t>(static_cast<uint64_t>(value) >> 32);
+}
+
+inline int64_t get64(const int32_t* words, int at) {
+  return static_cast<int64_t>(static_cast<uint32_t>(words[at]) |
+                              (static_cast<uint64_t>(static_cast<uint32_t>(words[at + 1])) << 32));
+}
+
+}  // namespace moe_a2a

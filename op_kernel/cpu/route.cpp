@@ -1,0 +1,37 @@
+#include "route.h"
+
+#include <cstring>
+
+namespace moe_a2a {
+namespace {
+
+template <class Id>
+BadId count(const TopkIdx& idx, int64_t num_experts, int32_t* counts, int32_t* slot, int32_t* expert) {
+  const Id* ids = static_cast<const Id*>(idx.data);
+  for (int64_t token = 0; token < idx.tokens; ++token) {
+    for (int64_t k = 0; k < idx.top_k; ++k) {
+      const int64_t id = ids[token * idx.token_stride + k * idx.k_stride];
+      const int64_t pair = token * idx.top_k + k;
+      // One unsigned comparison covers both ends, at the full width of the id: 2**32 must not pass for 0.
+      if (static_cast<uint64_t>(id) < static_cast<uint64_t>(num_experts)) {
+        slot[pair] = counts[id]++;
+      } else if (id == -1) {
+        slot[pair] = -1;
+      } else {
+        return {true, token, k, id};
+      }
+      if (expert != nullptr) expert[pair] = static_cast<int32_t>(id);
+    }
+  }
+  return {false, 0, 0, 0};
+}
+
+}  // namespace
+
+BadId send_counts(const TopkIdx& idx, int64_t num_experts, int32_t* counts, int32_t* slot, int32_t* expert) {
+  std::memset(counts, 0, static_cast<size_t>(num_experts) * sizeof(int32_t));
+  return idx.wide ? count<int64_t>(idx, num_experts, counts, slot, expert)
+                  : count<int32_t>(idx, num_experts, counts, slot, expert);
+}
+
+}  // namespace moe_a2a
