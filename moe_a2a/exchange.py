@@ -121,7 +121,7 @@ class Dispatched:
         try:
             return torch.ops.moe_a2a.window_y.default(self.handle.meta, hidden, code, group.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            native.raise_failure(error, None)
+            native.raise_failure(error, "moe_a2a.Dispatched.empty_like_rows")
 
     def __repr__(self) -> str:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
@@ -222,7 +222,8 @@ def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None = None) -> Te
             return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
         return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
     except Exception as error:
-        native.raise_failure(error, None)
+        tell_peers = native.refuse_combine(group.name, handle.meta) if group._exchange is None else None
+        native.raise_failure(error, f"moe_a2a.combine on rank {group.rank}", tell_peers)
 
 
 def _fail(operation: str, group: Any, error: Exception) -> NoReturn:
@@ -231,7 +232,8 @@ def _fail(operation: str, group: Any, error: Exception) -> NoReturn:
         raise errors.BadType(f"{operation}: group is a {type(group).__name__}; expected an EPGroup") from None
     if group._closed:
         group._check_open(operation)
-    native.raise_failure(error, group.name if group._exchange is None else None)
+    tell_peers = native.abort_call(group.name) if group._exchange is None else None
+    native.raise_failure(error, f"{operation} on rank {group.rank}", tell_peers)
 
 
 # ------------------------------------------------------------------------------------------- the differentiable operators

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -105,21 +105,28 @@ class _Meeting:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def attempt(self, step: Callable[[], T_]) -> tuple[T_ | None, list[Exception | None]]:
-        """Runs a step that may fail on some ranks only; returns its value and every rank's error."""
+    def attempt(self, step: Callable[[], T_]) -> _Attempt[T_]:
+        """Runs a step that may fail on some ranks only; every rank hears of every failure."""
         value, error = None, None
         try:
             value = step()
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
-        reasons = self.gather(None if error is None else (type(error).__name__, str(error)))
-        failed: list[Exception | None] = [
-            None if reason is None else RuntimeError(f"rank {rank}: {reason[0]}: {reason[1]}")
-            for rank, reason in enumerate(reasons)
-        ]
-        if error is not None:
-            failed[self.rank] = error
-        return value, failed
+        mine = "" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"
+        return _Attempt(value, error, [text for text in self.gather(mine) if text])
+
+
+@dataclass(frozen=True)
+class _Attempt(Generic[T_]):
+    """What a step gave on this rank, and who failed: the same list of sentences on every rank."""
+
+    value: T_ | None
+    error: Exception | None
+    failures: list[str]
+
+    @property
+    def why(self) -> str:
+        return "; ".join(self.failures)
 
 
 def _resolve(process_group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
@@ -226,10 +233,13 @@ class EPGroup:
                 first_epoch=_first_epoch,
             )
 
-        value, failed = meeting.attempt(checked)
-        _raise_first(failed, rank, errors.BadValue, "moe_a2a.EPGroup")
-        assert value is not None
-        config, layout = value
+        check = meeting.attempt(checked)
+        if check.error is not None:
+            raise check.error
+        if check.failures:
+            raise errors.BadValue(f"moe_a2a.EPGroup: {check.why}")
+        assert check.value is not None
+        config, layout = check.value
         _compare(meeting.gather(config))
 
         self.num_experts, self.top_k, self.max_tokens = num_experts, top_k, max_tokens
@@ -293,11 +303,12 @@ class EPGroup:
                 f"{self.layout.total_bytes}), {min(neighbours)} bytes are free (rank {short.index(True)} says it isn't "
                 "enough). Lower max_tokens, max_recv_rows or depth; EPGroup.size_hint tells what they cost"
             )
-        window, failed = meeting.attempt(lambda: create_window(self.layout, self.rank))
-        if any(failed):
+        made = meeting.attempt(lambda: create_window(self.layout, self.rank))
+        window = made.value
+        if made.failures:
             if window is not None:
                 os.close(window.fd)
-            return str(next(error for error in failed if error))
+            return made.why
         assert window is not None
         try:
             return self._open_windows(meeting, config, window)
@@ -320,17 +331,17 @@ class EPGroup:
                     if peer != self.rank and peer not in fds:
                         fds[peer] = opener(peer, address)
 
-            _, failed = meeting.attempt(lambda: open_peers(lambda _, address: open_by_proc(address)))
-            by_proc = self.rank not in [rank for rank, error in enumerate(failed) if error]
-            if any(failed):
+            opened = meeting.attempt(lambda: open_peers(lambda _, address: open_by_proc(address)))
+            by_proc = opened.error is None
+            if opened.failures:
                 # The server's name is gathered by ranks that need none, too: each serves those who couldn't open it.
                 server = stack.enter_context(WindowServer(window))
                 servers = meeting.gather(server.address)
-                _, failed = meeting.attempt(
+                opened = meeting.attempt(
                     lambda: open_peers(lambda peer, address: open_by_socket(address, servers[peer]))
                 )
-                if any(failed):
-                    return "; ".join(str(error) for error in failed if error)
+                if opened.failures:
+                    return opened.why
 
             mapped: dict[int, native.MappedWindow] = {}
 
@@ -343,14 +354,11 @@ class EPGroup:
 
             # First every rank fills its own window, then the others map it: pages that exist as huge ones are mapped as such.
             for step in (map_all, map_peers):
-                _, failed = meeting.attempt(step)
-                if any(failed):
+                done = meeting.attempt(step)
+                if done.failures:
                     for mapping in mapped.values():
                         mapping.unmap()
-                    raise errors.OutOfMemory(
-                        "moe_a2a.EPGroup: mapping the windows failed: "
-                        + "; ".join(str(error) for error in failed if error)
-                    )
+                    raise errors.OutOfMemory(f"moe_a2a.EPGroup: mapping the windows failed: {done.why}")
             pidfds = [
                 _pidfd(address.pid) if by_proc and peer != self.rank else -1
                 for peer, address in enumerate(addresses)
@@ -409,7 +417,7 @@ class EPGroup:
         try:
             return torch.ops.moe_a2a.window_x.default(num_tokens, hidden, code, self.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            native.raise_failure(error, None)
+            native.raise_failure(error, "moe_a2a.EPGroup.empty")
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since the group was made.
@@ -616,18 +624,6 @@ def _check_arguments(
         first_epoch=first_epoch,
     )
     return config, layout
-
-
-def _raise_first(
-    failed: list[Exception | None], rank: int, others: type[errors.MoeA2AError], operation: str
-) -> None:
-    """Raises this rank's own error, or one that quotes the first rank's that failed."""
-    mine = failed[rank]
-    if mine is not None:
-        raise mine
-    for error in failed:
-        if error is not None:
-            raise others(f"{operation}: {error}")
 
 
 def _differences(configs: list[_Config]) -> Iterator[str]:

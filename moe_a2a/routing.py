@@ -33,4 +33,4 @@ def send_counts(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     try:
         return _send_counts(topk_idx, num_experts)  # type: ignore[no-any-return]
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        native.raise_failure(error, None)
+        native.raise_failure(error, "moe_a2a.send_counts")

@@ -6,10 +6,11 @@ The operators themselves are reached through ``torch.ops.moe_a2a``; nothing in h
 from __future__ import annotations
 
 import array
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
-import torch  # noqa: F401  the library links against torch, which must be loaded first
+import torch  # the library links against torch, which must be loaded first
 
 from ..errors import FAILURE_KINDS, INTERRUPTED, BadType, MoeA2AError
 from .layout import WindowLayout
@@ -22,6 +23,8 @@ except ImportError as error:  # pragma: no cover - shown to someone whose build 
         f"moe_a2a: the compiled part is missing or doesn't load ({error}). Build it with: "
         "pip install --no-build-isolation -e ."
     ) from error
+
+_BAD_TYPE = next(number for number, kind in FAILURE_KINDS.items() if kind is BadType)
 
 
 def _int64s(values: list[int]) -> bytes:
@@ -105,7 +108,7 @@ def group_stats(name: str) -> GroupStats:
     try:
         epoch, counters, waited, rows, matrix = lib.group_stats(name)
     except RuntimeError as error:
-        raise_failure(error, None)
+        raise_failure(error)
 
     def int64s(data: bytes) -> list[int]:
         return array.array("q", data).tolist()
@@ -121,11 +124,18 @@ def group_stats(name: str) -> GroupStats:
     )
 
 
-def raise_failure(error: Exception, group_name: str | None) -> NoReturn:
+def raise_failure(
+    error: Exception, where: str = "moe_a2a", tell_peers: Callable[[int, str], None] | None = None
+) -> NoReturn:
     """Raises the named error behind a failed operator call.
 
     An exception that didn't come from the kernels (an argument that isn't a tensor, a device nobody has a kernel for) happened
-    on this rank alone and before anything was sent: the group's peers are told, so that they raise instead of waiting.
+    on this rank alone and before anything was sent: the peers are told, so that they raise instead of waiting.
+
+    Args:
+        error: what the call raised.
+        where: operation and rank, for the sentence.
+        tell_peers: ``abort_call`` or ``refuse_combine`` of the group; None when nobody waits for this call.
     """
     if isinstance(error, MoeA2AError):
         raise error
@@ -136,14 +146,27 @@ def raise_failure(error: Exception, group_name: str | None) -> NoReturn:
             interrupt = lib.take_interrupt()
             raise (interrupt if interrupt is not None else KeyboardInterrupt(text)) from None
         raise FAILURE_KINDS[kind](text) from None
-    if group_name is not None:
-        reason = BadType(str(error).strip().split("\n")[0])
+    lines = str(error).strip().splitlines()
+    reason = f"{where}: {lines[0] if lines else type(error).__name__}"
+    if tell_peers is not None:
         try:
-            lib.abort_call(group_name, 2, str(reason))
+            tell_peers(_BAD_TYPE, reason)
         except RuntimeError as lost:
-            raise_failure(lost, None)
-        raise reason from error
+            raise_failure(lost)
+    # What torch says about an argument it can't take.
+    if isinstance(error, (TypeError, RuntimeError, NotImplementedError, AttributeError)):
+        raise BadType(reason) from error
     raise error
+
+
+def abort_call(name: str) -> Callable[[int, str], None]:
+    """For :func:`raise_failure`: uses up the group's next call; its peers raise ``PeerAborted``."""
+    return lambda kind, text: lib.abort_call(name, kind, text)
+
+
+def refuse_combine(name: str, handle: torch.Tensor) -> Callable[[int, str], None]:
+    """For :func:`raise_failure`: closes the handle; peers that wait for rows of this rank raise ``PeerAborted``."""
+    return lambda kind, text: lib.refuse_combine(name, handle.numpy().tobytes(), kind, text)
 
 
 def cpu_kernels() -> str:
@@ -160,3 +183,8 @@ def pool_stats() -> dict[str, int]:
 def pool_trim() -> int:
     """Returns the memory that the output pool keeps for reuse to the system; returns the bytes freed."""
     return lib.pool_trim()
+
+
+def pool_fill(byte: int) -> None:
+    """For tests: fills every output's memory with ``byte`` before the kernels write it; -1 stops that."""
+    lib.pool_fill(byte)

@@ -156,6 +156,33 @@ PyObject* py_abort_call(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Closes a handle without rows to give: the ranks that wait for some raise PeerAborted with this text.
+PyObject* py_refuse_combine(PyObject*, PyObject* args) {
+  const char *name, *handle_data, *text;
+  Py_ssize_t handle_bytes;
+  int kind;
+  if (!PyArg_ParseTuple(args, "sy#is", &name, &handle_data, &handle_bytes, &kind, &text)) return nullptr;
+  const auto handle = items<int64_t>(handle_data, handle_bytes);
+  std::optional<Failure> failure;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    const auto group = find_group(name);
+    const auto lock = group->lock();
+    Group::CombineInput input;
+    input.handle = handle.data();
+    input.handle_words = static_cast<int64_t>(handle.size());
+    input.bad_y = text;
+    input.bad_kind = static_cast<FailureKind>(kind);
+    group->check_handle(input.handle, input.handle_words);
+    group->combine(input, nullptr);
+  } catch (const Failure& error) {
+    if (error.kind != static_cast<FailureKind>(kind)) failure = error;
+  }
+  Py_END_ALLOW_THREADS
+  if (failure) return raise_failure(*failure);
+  Py_RETURN_NONE;
+}
+
 // (kind, text) of the last failure in this thread, or None; asking clears it.
 PyObject* py_take_failure(PyObject*, PyObject*) {
   if (!last_failure) Py_RETURN_NONE;
@@ -217,6 +244,13 @@ PyObject* py_pool_stats(PyObject*, PyObject*) {
 
 PyObject* py_pool_trim(PyObject*, PyObject*) { return PyLong_FromSize_t(pool_trim()); }
 
+PyObject* py_pool_fill(PyObject*, PyObject* args) {
+  int byte = -1;
+  if (!PyArg_ParseTuple(args, "i", &byte)) return nullptr;
+  pool_fill(byte);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill) -> (address, populated, collapsed)"},
     {"unmap_window", py_unmap_window, METH_VARARGS, "unmap_window(address, bytes)"},
@@ -225,11 +259,13 @@ PyMethodDef methods[] = {
      "create_group(name, layout, rank, tiling, addresses, pidfds, timeout_ns, warmup_ns, first_epoch); takes the mappings over"},
     {"close_group", py_close_group, METH_VARARGS, "close_group(name)"},
     {"abort_call", py_abort_call, METH_VARARGS, "abort_call(name, kind, text)"},
+    {"refuse_combine", py_refuse_combine, METH_VARARGS, "refuse_combine(name, handle, kind, text)"},
     {"take_failure", py_take_failure, METH_NOARGS, "take_failure() -> (kind, text) or None"},
     {"take_interrupt", py_take_interrupt, METH_NOARGS, "take_interrupt() -> exception or None"},
     {"group_stats", py_group_stats, METH_VARARGS, "group_stats(name) -> (epoch, counters, waited_ns, expert_rows, matrix)"},
     {"cpu_kernels", py_cpu_kernels, METH_NOARGS, "cpu_kernels() -> name of the instruction set in use"},
     {"pool_stats", py_pool_stats, METH_NOARGS, "pool_stats() -> (held_bytes, kept_bytes, takes, reused)"},
+    {"pool_fill", py_pool_fill, METH_VARARGS, "pool_fill(byte): fill every block handed out (tests); -1: don't"},
     {"pool_trim", py_pool_trim, METH_NOARGS, "pool_trim() -> bytes freed"},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -3,7 +3,9 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <new>
@@ -44,6 +46,8 @@ struct Pool {
   std::map<size_t, std::vector<void*>> kept;
   PoolStats stats{};
 };
+
+std::atomic<int> fill{-1};
 
 // Never destroyed: tensors may outlive static destructors.
 Pool& pool() {
@@ -111,8 +115,13 @@ void* pool_take(size_t bytes) {
     }
   }
   static_cast<Header*>(block)->size = size;
-  return static_cast<char*>(block) + HEADER;
+  char* data = static_cast<char*>(block) + HEADER;
+  const int byte = fill.load(std::memory_order_relaxed);
+  if (byte >= 0) std::memset(data, byte, size - HEADER);
+  return data;
 }
+
+void pool_fill(int byte) { fill = byte; }
 
 void pool_give(void* data) {
   void* block = static_cast<char*>(data) - HEADER;

@@ -14,6 +14,9 @@ void pool_give(void* block);
 // Frees what is kept and not in use; returns the bytes freed.
 size_t pool_trim();
 
+// For tests: from now on every block handed out is filled with this byte first (0xff is a NaN in every float type); -1: not.
+void pool_fill(int byte);
+
 struct PoolStats {
   uint64_t held_bytes;    // in use
   uint64_t kept_bytes;    // given back and kept

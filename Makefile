@@ -1,0 +1,67 @@
+# Every target sets up what it needs: a virtual environment in .venv with torch, this package built in place, and its extras.
+#
+#   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
+#   make test       the tests (under 10 minutes on 2 cores)
+#   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute)
+#   make lint       ruff and mypy
+#   make test-long  the tests that take minutes or tens of GB
+#
+# TORCH="torch==2.14.0" picks another torch; PYTHON=python3.12 another Python (3.10 or newer).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# One file says that the environment is ready; it is made again when something it depends on has changed.
+SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
+
+.PHONY: demo test test-long bench bench-short lint format wheel clean setup
+
+setup: $(VENV)/.ready
+
+$(VENV)/.torch:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python 3.10 or newer, or run: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: $(PYTHON) is older than 3.10; run: make PYTHON=python3.12 ..."; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make: no C++ compiler found; install one (Debian: apt-get install g++)"; exit 1; }
+	@echo "== setting up $(VENV): $(TORCH) and the tools (a minute or two, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --progress-bar off "setuptools>=77" wheel ninja numpy "$(TORCH)"
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.torch $(SOURCES)
+	@echo "== building moe_a2a (half a minute)"
+	$(PIP) install --quiet --no-build-isolation --editable '.[demo,test]'
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -q
+
+test-long: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -m slow
+
+bench: $(VENV)/.ready
+	-$(PIP) install --quiet mpich mpi4py # MPI is a yardstick: without it the table has no MPI columns
+	$(BIN)/python benchmarks/bench_dispatch_combine.py
+
+bench-short: $(VENV)/.ready
+	$(BIN)/python benchmarks/bench_dispatch_combine.py --short
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/.ready
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so

@@ -1,0 +1,189 @@
+"""Prints the tables of docs/protocol.md from the layout itself: ``python -m moe_a2a.op_host.layout_tables``.
+
+A test compares the document with what this prints, so the two can't drift apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+from .layout import (
+    CELL_BODY_WORDS,
+    CELL_TEXT_BYTES,
+    CODE_BLOCK,
+    DTYPE_CODES,
+    RECORD_HEADER_WORDS,
+    RECORD_TEXT_BYTES,
+    CellWord,
+    Format,
+    HeaderWord,
+    Kind,
+    Phase,
+    ProgressWord,
+    RecordWord,
+    Status,
+    StatusWord,
+    WindowLayout,
+    window_layout,
+)
+
+EXAMPLE = {
+    "world_size": 2,
+    "num_experts": 8,
+    "top_k": 2,
+    "max_tokens": 16,
+    "row_bytes": 130,  # H = 65 in bfloat16
+    "recv_rows": 64,
+}
+
+_MEANINGS = {
+    "HeaderWord.MAGIC": "0x6D6F655F61326131",
+    "HeaderWord.VERSION": "layout version, 1",
+    "HeaderWord.FORMAT": "0 compact, 1 portable",
+    "HeaderWord.GENERATION": "number of this set of windows",
+    "HeaderWord.RANK": "the window's owner",
+    "HeaderWord.WORLD_SIZE": "R",
+    "HeaderWord.TOTAL_BYTES": "bytes of the window",
+    "HeaderWord.NONCE_LO": "16 random bytes of this window, first half",
+    "HeaderWord.NONCE_HI": "second half",
+    "RecordWord.KIND": "kind of the record, below",
+    "RecordWord.REASON": "ABORT: number of the error (1 value, 2 type)",
+    "RecordWord.GENERATION": "of the windows",
+    "RecordWord.EPOCH_LO": "n, low 32 bits",
+    "RecordWord.EPOCH_HI": "n, high 32 bits",
+    "RecordWord.TOKENS": "T of the source",
+    "RecordWord.HIDDEN": "H",
+    "RecordWord.DTYPE": "x's dtype, below",
+    "RecordWord.QUANT": "quantisation, 0 none",
+    "RecordWord.WEIGHT_DTYPE": "dtype of the weights that travel, 0 none",
+    "RecordWord.TOP_K": "K of the source",
+    "RecordWord.MODE": "0 pull, 1 push",
+    "RecordWord.PAD_LO": "pad_to, -1 exact; low 32 bits",
+    "RecordWord.PAD_HI": "high 32 bits",
+    "RecordWord.ALIGN": "rows an expert's share is padded to, 1 not",
+    "RecordWord.TAG_LO": "the caller's tag, low 32 bits",
+    "RecordWord.TAG_HI": "high 32 bits",
+    "RecordWord.X_LO": "byte offset of x in the source's window, low 32 bits",
+    "RecordWord.X_HI": "high 32 bits",
+    "RecordWord.X_STRIDE": "bytes from one row of x to the next",
+    "RecordWord.TEXT_BYTES": "ABORT: bytes of UTF-8 text in the payload",
+    "CellWord.REASON": "refusal: number of the error",
+    "CellWord.DTYPE": "y's dtype",
+    "CellWord.HIDDEN": "y's H",
+    "CellWord.STRIDE": "bytes from one row of y to the next",
+    "CellWord.Y_LO": "byte offset of y's row 0 in the owner's window, low 32 bits",
+    "CellWord.Y_HI": "high 32 bits",
+    "CellWord.TEXT_BYTES": "refusal: bytes of UTF-8 text",
+    "StatusWord.REASON": "number of the error",
+    "StatusWord.WHO": "the rank that was missing, -1 none",
+    "StatusWord.EPOCH_LO": "n, low 32 bits",
+    "StatusWord.EPOCH_HI": "n, high 32 bits",
+    "StatusWord.PHASE": "what the writer was doing, below",
+    "StatusWord.GENERATION": "of the windows",
+    "ProgressWord.EPOCH": "n",
+    "ProgressWord.PHASE": "what the owner is doing, below",
+    "ProgressWord.STEPS": "reserved, 0",
+}
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _words(words: type[enum.IntEnum]) -> str:
+    return _table(
+        ["word", "name", "meaning"],
+        [[str(word.value), word.name, _MEANINGS[f"{words.__name__}.{word.name}"]] for word in words],
+    )
+
+
+def _numbers(names: type[enum.IntEnum]) -> str:
+    return ", ".join(f"{name.value} {name.name}" for name in names)
+
+
+def _both(compact: WindowLayout, portable: WindowLayout, *names: str) -> str:
+    return _table(
+        ["field", "compact", "portable"],
+        [[f"`{name}`", str(getattr(compact, name)), str(getattr(portable, name))] for name in names],
+    )
+
+
+def tables() -> dict[str, str]:
+    """Markdown by name of the place in docs/protocol.md."""
+    compact = window_layout(**EXAMPLE, record_format=Format.COMPACT)
+    portable = window_layout(**EXAMPLE, record_format=Format.PORTABLE)
+    return {
+        "header": _words(HeaderWord),
+        "record": _words(RecordWord),
+        "record-bytes": _both(
+            compact,
+            portable,
+            "record_header",
+            "record_payload",
+            "record_payload_bytes",
+            "record_code",
+            "record_stride",
+        ),
+        "cell": _words(CellWord),
+        "cell-bytes": _both(
+            compact, portable, "cell_body", "cell_text", "cell_text_bytes", "cell_code", "cell_stride"
+        ),
+        "status": _words(StatusWord),
+        "status-bytes": _both(compact, portable, "status_body", "status_code", "status_stride"),
+        "progress": _words(ProgressWord),
+        "numbers": _table(
+            ["what", "numbers"],
+            [
+                ["kind of a record", _numbers(Kind)],
+                ["code of a status cell", _numbers(Status)],
+                ["phase", _numbers(Phase)],
+                [
+                    "dtype",
+                    "0 none, "
+                    + ", ".join(f"{code} {str(d).removeprefix('torch.')}" for d, code in DTYPE_CODES.items()),
+                ],
+                ["words of a record's header", str(RECORD_HEADER_WORDS)],
+                ["least bytes of a record's payload", str(RECORD_TEXT_BYTES)],
+                ["words of a combine or status body", str(CELL_BODY_WORDS)],
+                ["bytes of a refusal's text", str(CELL_TEXT_BYTES)],
+                ["bytes of a portable code", str(CODE_BLOCK)],
+            ],
+        ),
+        "example": _both(
+            compact,
+            portable,
+            "progress",
+            "status",
+            "record",
+            "record_slot_stride",
+            "cell",
+            "cell_slot_stride",
+            "token_list",
+            "token_list_slot_stride",
+            "weight",
+            "weight_slot_stride",
+            "x",
+            "x_slot_stride",
+            "y",
+            "y_slot_stride",
+            "total_bytes",
+        ),
+    }
+
+
+def fill(document: str) -> str:
+    """The document with every table between ``<!-- table NAME -->`` and ``<!-- end -->`` replaced by the current one."""
+    known = tables()
+
+    def replace(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n{known[match[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([a-z-]+) -->\n.*?<!-- end -->", replace, document, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for name, table in tables().items():
+        print(f"{name}\n\n{table}\n")

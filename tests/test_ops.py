@@ -1,0 +1,166 @@
+"""The operators as torch sees them: schemas, fakes, what autograd does, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.library import opcheck
+
+import moe_a2a
+from moe_a2a import reference
+
+OPS = torch.ops.moe_a2a
+
+
+@pytest.fixture(params=["cpu-shm", "collective"])
+def group(request: pytest.FixtureRequest) -> Iterator[moe_a2a.EPGroup]:
+    with moe_a2a.EPGroup(
+        num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32, transport=request.param
+    ) as made:
+        yield made
+
+
+def inputs(tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    idx = torch.randint(-1, 5, (tokens, 3), generator=generator)
+    return torch.randn(tokens, 9, generator=generator), idx, torch.rand(tokens, 3, generator=generator)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_send_counts(tokens: int, dtype: torch.dtype) -> None:
+    idx = inputs(tokens)[1].to(dtype)
+    counts, slot = OPS.send_counts(idx, 5)
+    expected = reference.send_counts_reference(idx, 5)
+    assert torch.equal(counts, expected[0]) and counts.dtype == torch.int64
+    assert torch.equal(slot, expected[1]) and slot.dtype == torch.int32
+    opcheck(OPS.send_counts.default, (idx, 5))
+
+
+def test_send_counts_of_strided_ids() -> None:
+    wide = torch.randint(0, 5, (6, 9))
+    for idx in (wide[:, 2:5], wide.t()[:4], wide[::2, ::3]):
+        counts, slot = moe_a2a.send_counts(idx, 5)
+        expected = reference.send_counts_reference(idx.contiguous(), 5)
+        assert torch.equal(counts, expected[0]) and torch.equal(slot, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("idx", "experts", "kind", "words"),
+    [
+        (torch.tensor([[0, 1], [2, 5]]), 5, moe_a2a.errors.BadValue, "topk_idx[1, 1] = 5 is outside -1..4"),
+        (torch.tensor([[2**32, 1]]), 5, moe_a2a.errors.BadValue, "topk_idx[0, 0] = 4294967296"),
+        (torch.tensor([[-2, 1]]), 5, moe_a2a.errors.BadValue, "topk_idx[0, 0] = -2"),
+        (torch.tensor([0, 1]), 5, moe_a2a.errors.BadValue, "shape [2]"),
+        (torch.tensor([[0, 1]]), 0, moe_a2a.errors.BadValue, "num_experts = 0"),
+        (torch.tensor([[0.0]]), 5, moe_a2a.errors.BadType, "dtype Float"),
+        (torch.tensor([[True]]), 5, moe_a2a.errors.BadType, "dtype Bool"),
+        ([[0, 1]], 5, moe_a2a.errors.BadType, "topk_idx"),
+    ],
+)
+def test_send_counts_of_bad_ids(idx: torch.Tensor, experts: int, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind) as caught:
+        moe_a2a.send_counts(idx, experts)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [0, 7])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_operators_are_what_the_functions_are(group: moe_a2a.EPGroup, tokens: int, weighted: bool) -> None:
+    x, idx, w = inputs(tokens)
+    weights = w if weighted else None
+    rows, counts, offsets, row_weights, handle = OPS.dispatch(x, idx, weights, group.name)
+    expected = reference.dispatch_reference([x], [idx], 5, [weights] if weights is not None else None)[0]
+    assert torch.equal(rows, expected.x_NH)
+    assert torch.equal(counts, expected.counts) and counts.dtype == torch.int64
+    assert torch.equal(offsets, expected.offsets) and offsets.dtype == torch.int32
+    if weighted:
+        assert torch.equal(row_weights, expected.weights_N)
+    else:
+        assert row_weights.numel() == 0
+    storages = [
+        t.untyped_storage().data_ptr() for t in (rows, counts, offsets, row_weights, handle) if t.numel()
+    ]
+    assert len(set(storages)) == len(storages), "outputs share memory"
+    y = rows * 2
+    out = OPS.combine(y, handle, weights, tokens, group.name)
+    assert torch.equal(out, reference.combine_reference([y], [idx], 5, [weights] if weighted else None)[0])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_fakes_have_the_shapes_of_the_real_thing(group: moe_a2a.EPGroup, weighted: bool) -> None:
+    x, idx, w = inputs()
+    weights = w if weighted else None
+    real = OPS.dispatch(x, idx, weights, group.name)
+    real_out = OPS.combine(real[0], real[4], weights, 7, group.name)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        args = [mode.from_tensor(t) if t is not None else None for t in (x, idx, weights)]
+        fake = OPS.dispatch(*args, group.name)
+        fake_out = OPS.combine(fake[0], fake[4], args[2], 7, group.name)
+    for ours, theirs in zip((*real, real_out), (*fake, fake_out), strict=True):
+        assert ours.dtype == theirs.dtype and ours.dim() == theirs.dim() and ours.device == theirs.device
+        for size, symbol in zip(ours.shape, theirs.shape, strict=True):
+            assert not isinstance(symbol, int) or size == symbol
+    assert not isinstance(fake[0].shape[0], int), "N depends on the data"
+
+
+def test_gradients_are_refused_in_a_sentence_not_lost(group: moe_a2a.EPGroup) -> None:
+    x, idx, w = inputs()
+    x.requires_grad_()
+    d = moe_a2a.dispatch(x, idx, group, w)
+    assert d.x.requires_grad
+    out = moe_a2a.combine(d.x, d.handle, w)
+    with pytest.raises(RuntimeError, match=r"moe_a2a\.combine: this version computes no gradients"):
+        out.sum().backward()
+    d = moe_a2a.dispatch(x, idx, group, w)
+    with pytest.raises(RuntimeError, match=r"moe_a2a\.dispatch: this version computes no gradients"):
+        d.x.sum().backward()
+    with torch.no_grad():
+        d = moe_a2a.dispatch(x, idx, group, w)
+        assert not moe_a2a.combine(d.x, d.handle, w).requires_grad
+
+
+def test_integer_outputs_carry_no_gradient(group: moe_a2a.EPGroup) -> None:
+    x, idx, w = inputs()
+    _, counts, offsets, _, handle = OPS.dispatch(x.requires_grad_(), idx, w, group.name)
+    assert not counts.requires_grad and not offsets.requires_grad and not handle.requires_grad
+
+
+def test_operators_raise_the_same_sentence(group: moe_a2a.EPGroup) -> None:
+    x, idx, w = inputs()
+    idx[2, 1] = 17
+    with pytest.raises(Exception, match=r"topk_idx\[2, 1\] = 17 is outside -1\.\.4 on rank 0"):
+        OPS.dispatch(x, idx, w, group.name)
+    with pytest.raises(Exception, match=r'no open group named "elsewhere"'):
+        OPS.dispatch(x, idx, w, "elsewhere")
+
+
+def test_the_function_skips_the_dispatcher_layers_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path that claims to be the fast one is the one taken, and the slow one is not."""
+    from moe_a2a import exchange
+
+    def never(*_: object) -> None:
+        raise AssertionError("the differentiable operator was called")
+
+    monkeypatch.setattr(exchange, "_dispatch", never)
+    monkeypatch.setattr(exchange, "_combine", never)
+    x, idx, w = inputs()
+    with moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32) as group:
+        d = moe_a2a.dispatch(x, idx, group, w)
+        moe_a2a.combine(d.x, d.handle, w)
+        with pytest.raises(AssertionError, match="differentiable"):
+            moe_a2a.dispatch(x.requires_grad_(), idx, group, w)
+
+
+def test_a_group_that_went_out_of_scope_is_closed() -> None:
+    group = moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32)
+    name = group.name
+    x, idx, w = inputs()
+    OPS.dispatch(x, idx, w, name)
+    del group
+    with pytest.raises(RuntimeError, match="no open group"):
+        OPS.dispatch_raw(x, idx, w, name)
