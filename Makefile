@@ -4,6 +4,7 @@
 #   make test       the tests (under 10 minutes on 2 cores)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute)
 #   make lint       ruff and mypy
+#   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make test-long  the tests that take minutes or tens of GB
 #
 # TORCH="torch==2.14.0" picks another torch; PYTHON=python3.12 another Python (3.10 or newer).
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One file says that the environment is ready; it is made again when something it depends on has changed.
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 
-.PHONY: demo test test-long bench bench-short lint format wheel clean setup
+.PHONY: demo test test-long bench bench-short lint format aarch64-check wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -59,6 +60,15 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What runs on the device or core, and the group on top of it, know no torch; so they compile with nothing but a compiler.
+AARCH64_CXX ?= aarch64-linux-gnu-g++
+aarch64-check:
+	@command -v $(AARCH64_CXX) >/dev/null || { echo "make: $(AARCH64_CXX) not found (Debian: apt-get install g++-aarch64-linux-gnu)"; exit 1; }
+	@for source in $(wildcard op_kernel/cpu/*.cpp) op_host/cpu/group.cpp op_host/cpu/pool.cpp op_host/cpu/window.cpp; do \
+	  $(AARCH64_CXX) -std=c++20 -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-psabi -c $$source -o /dev/null \
+	    && echo "aarch64: $$source compiles" || exit 1; \
+	done
 
 wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist
