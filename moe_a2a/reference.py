@@ -165,9 +165,8 @@ def dispatch_reference(
     all_rows = torch.cat(list(xs))[first_R[pairs.source_N3[:, 0]] + pairs.source_N3[:, 1]]
     all_weights = None
     if weights is not None:
-        all_weights = torch.cat([w_TK[idx_TK >= 0] for w_TK, idx_TK in zip(weights, idxs, strict=True)])[
-            pairs.order
-        ]
+        kept = [weights_TK[idx_TK >= 0] for weights_TK, idx_TK in zip(weights, idxs, strict=True)]
+        all_weights = torch.cat(kept)[pairs.order]
     counts_E = torch.bincount(pairs.expert, minlength=num_experts)
     results = []
     for experts in expert_owner(num_experts, len(xs)):
@@ -445,17 +444,17 @@ def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Li
             f"{operation}: x has {num_tokens} tokens on rank {rank}, more than the group's max_tokens = "
             f"{limits.max_tokens}; create the group with max_tokens >= {num_tokens} or pass fewer tokens"
         )
-    if not 1 <= top_k <= limits.top_k:
+    if top_k > limits.top_k:
         raise BadValue(
-            f"{operation}: topk_idx has K = {top_k} columns on rank {rank}; expected 1..{limits.top_k} "
-            f"(the group's top_k); create the group with the largest K it has to carry"
+            f"{operation}: topk_idx has K = {top_k} columns on rank {rank}, more than the group's top_k = "
+            f"{limits.top_k}; create the group with the largest K it has to carry"
         )
     check_row(operation, "x", x, limits, rank)
     check_ids(operation, topk_idx, limits.num_experts, rank)
 
 
-def check_combine_rows(y: object, rows: int, hidden: int, limits: Limits, rank: int) -> None:
-    """y is [rows, hidden] of a float dtype and no wider than the group's row.
+def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
+    """y is [rows, H] of a float dtype and no wider than the group's row; H may be another than x's.
 
     Raises:
         BadType, BadValue
@@ -463,9 +462,9 @@ def check_combine_rows(y: object, rows: int, hidden: int, limits: Limits, rank: 
     operation = "moe_a2a.combine"
     check_tensor(operation, "y", y, "[N, H]", _FLOATS, rank)
     assert isinstance(y, Tensor)
-    if tuple(y.shape) != (rows, hidden):
+    if len(y) != rows:
         raise BadValue(
-            f"{operation}: y has shape {_shape(y)} on rank {rank}; expected [{rows}, {hidden}], "
+            f"{operation}: y has shape {_shape(y)} on rank {rank}; expected [{rows}, H], "
             f"a row for every row that dispatch returned as d.x, in the same order"
         )
     check_row(operation, "y", y, limits, rank)
@@ -553,10 +552,10 @@ def _labels(counts_AB: Tensor) -> Tensor:
 def _pack_rows(x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor | None) -> Tensor:
     """[P, B] uint8: each pair's row, then its weight, in (expert, token, k) order, so by owner too."""
     pairs = _pairs_by_expert(topk_idx)
-    rows = _bytes(x_TH.detach().resolve_neg().index_select(0, pairs // topk_idx.shape[1]))
+    rows = _bytes(x_TH.detach().index_select(0, pairs // max(topk_idx.shape[1], 1)))
     if topk_weights is None:
         return rows
-    weights = rearrange(topk_weights.detach().resolve_neg(), "t k -> (t k) 1").index_select(0, pairs)
+    weights = rearrange(topk_weights.detach(), "t k -> (t k) 1").index_select(0, pairs)
     return torch.cat([rows, _bytes(weights)], dim=1)
 
 
@@ -754,7 +753,8 @@ class CollectiveExchange:
         """Brings the rows back to their tokens and sums them by the combine rule. Collective; closes it.
 
         Args:
-            y: [N, H] fp32/bf16/fp16/fp64, any strides, rows as dispatch gave them; the dtype may be another.
+            y: [N, H] fp32/bf16/fp16/fp64, any strides, a row for each row of dispatch; dtype and H
+                may be others than x's.
             meta: the handle of a dispatch, not combined yet, with fewer than ``depth`` newer dispatches.
             topk_weights: [T, K] float, any strides, or None to sum the rows as they are.
 
@@ -765,7 +765,7 @@ class CollectiveExchange:
             HandleExpired: at once and without a word to the others, which make the same call.
             BadType, BadValue: bad input on this rank.
             PeerAborted: a rank that holds rows of this one's tokens had a bad y.
-            CallMismatch: ranks disagree on y's dtype, the handle or the operation.
+            CallMismatch: ranks disagree on y's dtype or H, the handle or the operation.
             PeerLost, PeerTimeout: torch.distributed failed; only after these the exchange is not usable.
         """
         self._check_usable("moe_a2a.combine")
@@ -777,7 +777,7 @@ class CollectiveExchange:
         try:
             handle = self._open_handle(meta)
             header = header._replace(handle=handle.epoch)
-            check_combine_rows(y, handle.rows, handle.hidden, self._limits, self.rank)
+            check_combine_rows(y, handle.rows, self._limits, self.rank)
             try:
                 check_combine_weights(topk_weights, handle.num_tokens, handle.top_k, self.rank)
             except MoeA2AError as error:
@@ -785,9 +785,9 @@ class CollectiveExchange:
             # Rows leave in (source, local expert, token, k) order.
             local = self._experts[self.rank]
             source_of_row = _labels(handle.counts_RE[:, local.start : local.stop].t())
-            send = _bytes(y.detach().resolve_neg().index_select(0, source_of_row.argsort(stable=True)))
+            send = _bytes(y.detach().index_select(0, source_of_row.argsort(stable=True)))
             counts_RE = handle.counts_RE.long()
-            header = header._replace(hidden=handle.hidden, dtype=DTYPE_CODES[y.dtype])
+            header = header._replace(hidden=y.shape[1], dtype=DTYPE_CODES[y.dtype])
         except HandleExpired:
             raise
         except Exception as error:  # as in dispatch
@@ -1015,9 +1015,8 @@ class CollectiveExchange:
                         f"doesn't tell which one is missing); the group is poisoned, close it and create a "
                         f"new one"
                     )
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the slice ran out, or work failed: then it is completed
+                # Raises when the slice runs out, and when the work has failed: then it is completed, too.
+                with contextlib.suppress(RuntimeError):
                     work.wait(_WAIT_SLICE)
             work.wait()
         except RuntimeError as error:

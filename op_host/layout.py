@@ -293,11 +293,13 @@ def window_layout(
     if code_max is None:
         code_max = 2**31 - 1 if portable else 2**62
     limit = 2**31 - 1 if portable else 2**62
-    if not record_slots < code_max <= limit:
+    # Two uses of a slot in a row must have different codes.
+    least = max(record_slots, slots) + 1
+    if not least <= code_max <= limit:
         raise ValueError(
-            f"window_layout: code_max = {code_max} is outside {record_slots + 1}..{limit} ({record_format.name})"
+            f"window_layout: code_max = {code_max} is outside {least}..{limit} ({record_format.name})"
         )
-    for name, value, least in (
+    for name, value, minimum in (
         ("world_size", world_size, 1),
         ("num_experts", num_experts, 1),
         ("top_k", top_k, 1),
@@ -306,8 +308,8 @@ def window_layout(
         ("recv_rows", recv_rows, 0),
         ("slots", slots, 2),
     ):
-        if value < least:
-            raise ValueError(f"window_layout: {name} = {value} is below {least}")
+        if value < minimum:
+            raise ValueError(f"window_layout: {name} = {value} is below {minimum}")
     if max_tokens * top_k >= 2**31 or recv_rows >= 2**31:
         raise ValueError(
             f"window_layout: max_tokens * top_k = {max_tokens * top_k} and recv_rows = {recv_rows} must be below 2**31, "

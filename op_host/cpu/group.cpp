@@ -133,14 +133,7 @@ std::optional<Group::Loss> Group::find_loss(const std::vector<int64_t>& missing,
     return Loss{FailureKind::INTERRUPTED, rank_,
                 say("%s, call %lu on rank %ld: interrupted by a signal while waiting for %s. %s", operation, epoch, rank_,
                     rank_list(missing).c_str(), REMEDY)};
-  for (int64_t peer : all_peers_) {
-    const StatusRead read = read_status(layout_, own(), peer);
-    if (read.state == status::POISON)
-      return Loss{FailureKind::PEER_LOST, peer,
-                  say("%s, call %lu on rank %ld: rank %ld gave the group up in call %lu (%s%s). %s", operation, epoch, rank_,
-                      peer, read.epoch, phase_name(read.phase),
-                      read.who >= 0 && read.who != peer ? say(", it missed rank %ld", read.who).c_str() : "", REMEDY)};
-  }
+  // First who is gone, then who gave up: the second is often only a consequence of the first.
   for (int64_t peer : missing) {
     const StatusRead read = read_status(layout_, own(), peer);
     if (read.state == status::LEFT)
@@ -155,6 +148,14 @@ std::optional<Group::Loss> Group::find_loss(const std::vector<int64_t>& missing,
                     say("%s, call %lu on rank %ld: the process of rank %ld has ended (%s). %s", operation, epoch, rank_, peer,
                         last_seen(peer).c_str(), REMEDY)};
     }
+  }
+  for (int64_t peer : all_peers_) {
+    const StatusRead read = read_status(layout_, own(), peer);
+    if (read.state == status::POISON)
+      return Loss{FailureKind::PEER_LOST, peer,
+                  say("%s, call %lu on rank %ld: rank %ld gave the group up in call %lu (%s%s). %s", operation, epoch, rank_,
+                      peer, read.epoch, phase_name(read.phase),
+                      read.who >= 0 && read.who != peer ? say(", it missed rank %ld", read.who).c_str() : "", REMEDY)};
   }
   const bool warming = std::any_of(missing.begin(), missing.end(),
                                    [this](int64_t peer) { return !seen_[static_cast<size_t>(peer)]; });
@@ -217,13 +218,26 @@ void Group::publish(uint64_t epoch, const CallHeader& header, const void* payloa
 // --------------------------------------------------------------------------------------------------------- dispatch
 
 void Group::clear_lap(uint64_t epoch) {
-  // On the first use of a slot in a new lap the codes of the lap before would match again. Nobody writes into this slot before
-  // it has seen the record that is published after this (docs/protocol.md, wrap).
-  const auto slots = static_cast<uint64_t>(layout_[SLOTS]);
-  if (epoch <= slots || layout_.lap(epoch) == layout_.lap(epoch - slots)) return;
+  // On the first use of a slot in a new lap the codes of the lap before would match again, so they are cleared before the record
+  // is published. At the second use once more: where a combine ended early on this rank, a peer may have written its cell of the
+  // slot's last use in the old lap after the first clearing; now that its record of the first use is here, it has.
+  const uint64_t two_uses = 2 * static_cast<uint64_t>(layout_[SLOTS]);
+  const uint64_t before = epoch > two_uses ? layout_.lap(epoch - two_uses) : 0;
+  if (layout_.lap(epoch) == before) return;
   for (int64_t owner = 0; owner < layout_[WORLD_SIZE]; ++owner)
     flags_.clear(own() + layout_.cell_at(epoch, owner) + layout_[CELL_CODE]);
 }
+
+namespace {
+
+// Do `rows` rows of `row_bytes`, the first at `offset`, lie in begin..end?
+bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t row_bytes, int64_t begin, int64_t end) {
+  if (rows == 0) return true;
+  return stride >= 0 && row_bytes >= 0 && offset >= begin && offset <= end && stride <= end &&
+         offset + (rows - 1) * stride + row_bytes <= end;
+}
+
+}  // namespace
 
 std::string Group::verify_call(uint64_t epoch, const CallHeader& mine) const {
   for (int64_t peer = 0; peer < layout_[WORLD_SIZE]; ++peer) {
@@ -232,6 +246,9 @@ std::string Group::verify_call(uint64_t epoch, const CallHeader& mine) const {
     const auto differs = [&](const char* what, const std::string& a, const std::string& b) {
       return say("%s is %s on rank %ld and %s on rank %ld", what, a.c_str(), rank_, b.c_str(), peer);
     };
+    if (theirs.generation != mine.generation)
+      return differs("the generation of the windows", std::to_string(mine.generation), std::to_string(theirs.generation));
+    if (theirs.epoch != epoch) return differs("the call number", std::to_string(epoch), std::to_string(theirs.epoch));
     if (theirs.kind != mine.kind) return differs("the kind of call", std::to_string(mine.kind), std::to_string(theirs.kind));
     if (theirs.tag != mine.tag)
       return differs("tag (which layer is calling)", std::to_string(mine.tag), std::to_string(theirs.tag));
@@ -242,8 +259,27 @@ std::string Group::verify_call(uint64_t epoch, const CallHeader& mine) const {
     if (theirs.weight_dtype != mine.weight_dtype)
       return differs("topk_weights' dtype (none: not given)", dtype_name(static_cast<Dtype>(mine.weight_dtype)),
                      dtype_name(static_cast<Dtype>(theirs.weight_dtype)));
+    if (theirs.mode != mine.mode || theirs.quant != mine.quant || theirs.pad_to != mine.pad_to || theirs.align != mine.align)
+      return say("rank %ld's record asks for mode %d, quantisation %d, pad_to %ld, align %d, which rank %ld doesn't know", peer,
+                 theirs.mode, theirs.quant, theirs.pad_to, theirs.align, rank_);
+    // Addresses from another process are checked before they are used: a rank must not crash because another one is wrong.
+    const int64_t row_bytes = theirs.hidden * itemsize(static_cast<Dtype>(theirs.dtype));
+    if (theirs.tokens < 0 || theirs.tokens > layout_[MAX_TOKENS] || theirs.top_k < 0 || theirs.top_k > layout_[TOP_K] ||
+        !rows_fit(theirs.x_offset, theirs.x_stride, theirs.tokens, row_bytes, layout_[X], layout_[Y]))
+      return say("rank %ld's record places x [%ld, %ld] at byte %ld with %ld bytes from row to row, which isn't inside its x region",
+                 peer, theirs.tokens, theirs.hidden, theirs.x_offset, theirs.x_stride);
   }
   return {};
+}
+
+CallHeader Group::new_header(uint64_t epoch, kind::Kind kind) const {
+  CallHeader header{};
+  header.kind = kind;
+  header.generation = static_cast<int32_t>(layout_[GENERATION]);
+  header.epoch = epoch;
+  header.pad_to = -1;
+  header.align = 1;
+  return header;
 }
 
 Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
@@ -272,10 +308,10 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   }
   clear_lap(epoch);
   if (!bad.empty()) {
-    CallHeader header{};
-    header.kind = kind::ABORT;
+    CallHeader header = new_header(epoch, kind::ABORT);
     header.reason = static_cast<int32_t>(input.bad.empty() ? FailureKind::BAD_VALUE : input.bad_kind);
-    publish(epoch, header, bad.data(), std::min<int64_t>(static_cast<int64_t>(bad.size()), layout_[RECORD_PAYLOAD_BYTES]));
+    const std::string text = clip_text(bad, layout_[RECORD_PAYLOAD_BYTES]);
+    publish(epoch, header, text.data(), static_cast<int64_t>(text.size()));
     progress(epoch, phase::IDLE);
     throw Failure(static_cast<FailureKind>(header.reason), bad);
   }
@@ -290,8 +326,7 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   pack_lists(expert_.data(), slot_.data(), counts_.data(), input.idx.tokens, input.idx.top_k, experts, start_.data(),
              reinterpret_cast<int32_t*>(list), static_cast<const char*>(input.weights.data), weight_bytes,
              input.weights.token_stride * weight_bytes, input.weights.k_stride * weight_bytes, weight_list);
-  CallHeader header{};
-  header.kind = kind::COUNTS;
+  CallHeader header = new_header(epoch, kind::COUNTS);
   header.tokens = input.idx.tokens;
   header.hidden = input.hidden;
   header.dtype = static_cast<int32_t>(input.dtype);
@@ -499,11 +534,11 @@ void Group::combine(const CombineInput& input, char* out) {
     char* cell = window(source) + layout_.cell_at(epoch, rank_);
     int32_t body[CELL_BODY_WORDS] = {};
     if (!input.bad_y.empty()) {
-      const auto bytes = std::min<size_t>(input.bad_y.size(), static_cast<size_t>(layout_[CELL_TEXT_BYTES]));
+      const std::string text = clip_text(input.bad_y, layout_[CELL_TEXT_BYTES]);
       body[cell_word::REASON] = static_cast<int32_t>(input.bad_kind);
-      body[cell_word::TEXT_BYTES] = static_cast<int32_t>(bytes);
+      body[cell_word::TEXT_BYTES] = static_cast<int32_t>(text.size());
       std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
-      std::memcpy(cell + layout_[CELL_TEXT], input.bad_y.data(), bytes);
+      std::memcpy(cell + layout_[CELL_TEXT], text.data(), text.size());
       flags_.store_refusal(cell + layout_[CELL_CODE], layout_.code(epoch));
       continue;
     }
@@ -547,7 +582,7 @@ void Group::combine(const CombineInput& input, char* out) {
     progress(epoch, phase::IDLE);
     throw Failure(FailureKind::PEER_ABORTED,
                   say("%s, call %lu on rank %ld: rank %ld has no rows to give: %s. The handle is closed; the group stays usable",
-                      COMBINE, epoch, rank_, refused, std::string(cell + layout_[CELL_TEXT], static_cast<size_t>(bytes)).c_str()));
+                      COMBINE, epoch, rank_, refused, readable_text(cell + layout_[CELL_TEXT], bytes).c_str()));
   }
   for (int64_t owner : holders) {
     const auto* body = reinterpret_cast<const int32_t*>(own() + layout_.cell_at(epoch, owner) + layout_[CELL_BODY]);
@@ -559,7 +594,17 @@ void Group::combine(const CombineInput& input, char* out) {
                         COMBINE, epoch, rank_, dtype_name(input.dtype), input.hidden,
                         dtype_name(static_cast<Dtype>(body[cell_word::DTYPE])), body[cell_word::HIDDEN], owner));
     }
-    owners_[static_cast<size_t>(owner)] = {window(owner) + get64(body, cell_word::Y_LO), body[cell_word::STRIDE]};
+    const int64_t y_offset = get64(body, cell_word::Y_LO), y_stride = body[cell_word::STRIDE];
+    int64_t y_rows = 0;
+    for (int64_t source = 0; source < ranks; ++source) y_rows += rows_from(source, owner);
+    if (!rows_fit(y_offset, y_stride, y_rows, input.hidden * itemsize(input.dtype), layout_[Y], layout_[TOTAL_BYTES])) {
+      progress(epoch, phase::IDLE);
+      throw Failure(FailureKind::CALL_MISMATCH,
+                    say("%s, call %lu on rank %ld: rank %ld's cell places y [%ld, %ld] at byte %ld with %ld bytes from row to row, "
+                        "which isn't inside its y region. The handle is closed; the group stays usable",
+                        COMBINE, epoch, rank_, owner, y_rows, input.hidden, y_offset, y_stride));
+    }
+    owners_[static_cast<size_t>(owner)] = {window(owner) + y_offset, y_stride};
   }
   owners_[static_cast<size_t>(rank_)] = {input.y.data, input.y.stride};
   const int64_t tokens = handle[hw::TOKENS], top_k = handle[hw::TOP_K];

@@ -137,6 +137,7 @@ class Group {
   [[noreturn]] void lose(const Loss& loss, uint64_t epoch, phase::Phase where);
   std::string last_seen(int64_t peer) const;
   void clear_lap(uint64_t epoch);
+  CallHeader new_header(uint64_t epoch, kind::Kind kind) const;
   std::string verify_call(uint64_t epoch, const CallHeader& mine) const;
   void progress(uint64_t epoch, phase::Phase where) { write_progress(layout_, own(), epoch, where); }
   char* own() const { return windows_[static_cast<size_t>(rank_)]->address; }

@@ -145,7 +145,8 @@ constexpr const char* dtype_name(Dtype dtype) {
     case Dtype::BF16: return "bfloat16";
     case Dtype::F16: return "float16";
     case Dtype::F64: return "float64";
-    default: return "none";
+    case Dtype::NONE: return "none";
+    default: return "unknown";
   }
 }
 

@@ -8,7 +8,49 @@ namespace {
 
 const int32_t* words_at(const char* at) { return reinterpret_cast<const int32_t*>(at); }
 
+// Bytes of the UTF-8 character at `at`, of which `bytes` are there; 0 when there is no whole one.
+int64_t character(const unsigned char* at, int64_t bytes) {
+  const int64_t length = at[0] < 0x80 ? 1 : at[0] >= 0xf0 && at[0] < 0xf5 ? 4 : at[0] >= 0xe0 && at[0] < 0xf0 ? 3
+                         : at[0] >= 0xc2 && at[0] < 0xe0 ? 2 : 0;
+  if (length == 0 || length > bytes) return 0;
+  for (int64_t i = 1; i < length; ++i)
+    if ((at[i] & 0xc0) != 0x80) return 0;
+  // Overlong forms, surrogates and what lies beyond U+10FFFF.
+  if ((at[0] == 0xe0 && at[1] < 0xa0) || (at[0] == 0xed && at[1] > 0x9f) || (at[0] == 0xf0 && at[1] < 0x90) ||
+      (at[0] == 0xf4 && at[1] > 0x8f))
+    return 0;
+  return length;
+}
+
 }  // namespace
+
+std::string clip_text(const std::string& text, int64_t bytes) {
+  const auto* data = reinterpret_cast<const unsigned char*>(text.data());
+  const auto size = static_cast<int64_t>(text.size());
+  int64_t end = 0;
+  while (end < size) {
+    const int64_t step = std::max<int64_t>(1, character(data + end, size - end));
+    if (end + step > bytes) break;
+    end += step;
+  }
+  return text.substr(0, static_cast<size_t>(end));
+}
+
+std::string readable_text(const char* text, int64_t bytes) {
+  std::string result;
+  const auto* data = reinterpret_cast<const unsigned char*>(text);
+  for (int64_t at = 0; at < bytes;) {
+    const int64_t step = character(data + at, bytes - at);
+    if (step == 0 || data[at] == 0) {
+      result += '?';
+      ++at;
+    } else {
+      result.append(text + at, static_cast<size_t>(step));
+      at += step;
+    }
+  }
+  return result;
+}
 
 void write_record(const Layout& layout, char* window, int64_t source, uint64_t epoch, const CallHeader& header,
                   const void* payload, int64_t payload_bytes) {
@@ -17,15 +59,17 @@ void write_record(const Layout& layout, char* window, int64_t source, uint64_t e
   int32_t words[RECORD_HEADER_WORDS] = {};
   words[w::KIND] = header.kind;
   words[w::REASON] = header.reason;
-  words[w::GENERATION] = static_cast<int32_t>(layout[GENERATION]);
-  put64(words, w::EPOCH_LO, static_cast<int64_t>(epoch));
+  words[w::GENERATION] = header.generation;
+  put64(words, w::EPOCH_LO, static_cast<int64_t>(header.epoch));
+  words[w::QUANT] = header.quant;
+  words[w::MODE] = header.mode;
   words[w::TOKENS] = static_cast<int32_t>(header.tokens);
   words[w::HIDDEN] = static_cast<int32_t>(header.hidden);
   words[w::DTYPE] = header.dtype;
   words[w::WEIGHT_DTYPE] = header.weight_dtype;
   words[w::TOP_K] = static_cast<int32_t>(header.top_k);
-  put64(words, w::PAD_LO, -1);
-  words[w::ALIGN] = 1;
+  put64(words, w::PAD_LO, header.pad_to);
+  words[w::ALIGN] = header.align;
   put64(words, w::TAG_LO, header.tag);
   put64(words, w::X_LO, header.x_offset);
   words[w::X_STRIDE] = static_cast<int32_t>(header.x_stride);
@@ -46,6 +90,12 @@ CallHeader read_record(const Layout& layout, const char* window, int64_t source,
   CallHeader header{};
   header.kind = words[w::KIND];
   header.reason = words[w::REASON];
+  header.generation = words[w::GENERATION];
+  header.epoch = static_cast<uint64_t>(get64(words, w::EPOCH_LO));
+  header.mode = words[w::MODE];
+  header.quant = words[w::QUANT];
+  header.pad_to = get64(words, w::PAD_LO);
+  header.align = words[w::ALIGN];
   header.tokens = words[w::TOKENS];
   header.hidden = words[w::HIDDEN];
   header.dtype = words[w::DTYPE];
@@ -64,8 +114,7 @@ const int32_t* record_counts(const Layout& layout, const char* window, int64_t s
 std::string record_text(const Layout& layout, const char* window, int64_t source, uint64_t epoch) {
   const char* record = window + layout.record_at(epoch, source);
   const int64_t bytes = words_at(record + layout[RECORD_HEADER])[record_word::TEXT_BYTES];
-  return std::string(record + layout[RECORD_PAYLOAD],
-                     static_cast<size_t>(std::clamp<int64_t>(bytes, 0, layout[RECORD_PAYLOAD_BYTES])));
+  return readable_text(record + layout[RECORD_PAYLOAD], std::clamp<int64_t>(bytes, 0, layout[RECORD_PAYLOAD_BYTES]));
 }
 
 void write_status(const Layout& layout, char* window, int64_t source, status::Status state, int32_t reason, int64_t who,

@@ -19,6 +19,12 @@ namespace moe_a2a {
 struct CallHeader {
   int32_t kind;
   int32_t reason;
+  int32_t generation;
+  uint64_t epoch;
+  int32_t mode;
+  int32_t quant;
+  int64_t pad_to;
+  int32_t align;
   int64_t tokens;
   int64_t hidden;
   int32_t dtype;
@@ -28,6 +34,11 @@ struct CallHeader {
   int64_t x_offset;
   int64_t x_stride;
 };
+
+// The most whole UTF-8 characters of `text` that fit into `bytes`.
+std::string clip_text(const std::string& text, int64_t bytes);
+// Text that another process wrote: what isn't UTF-8 becomes '?'.
+std::string readable_text(const char* text, int64_t bytes);
 
 // Writes the record of `source` for call `epoch` into the window at `window`: body first, then the code.
 // payload: int32 counts[E], or the text of an abort.

@@ -1,0 +1,1 @@
+"""Functions that a rank of the test pool runs, and what they share."""

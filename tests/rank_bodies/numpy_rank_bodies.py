@@ -1,0 +1,932 @@
+"""Groups in which one rank is the numpy implementation of docs/protocol.md and the others are the product.
+
+All ranks run the same body; a :class:`Player` hides which of the two a rank is, so that what is compared with the
+oracle on a product rank is compared on the numpy rank as well. The numpy rank makes its ``EPGroup`` like everybody,
+for the meeting and the memory, and never calls dispatch or combine of the product.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy_rank
+import torch
+from numpy_rank import NumpyRank, Sizes
+from pool import RankContext
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a import reference
+from rank_bodies.errors import Caught, caught
+from rank_bodies.inputs import (
+    GroupSpec,
+    Inputs,
+    Step,
+    assert_bits,
+    dtype_of,
+    make_inputs,
+    run_experts,
+    scale_expert,
+)
+
+CODES = {
+    "float32": numpy_rank.FLOAT32,
+    "bfloat16": numpy_rank.BFLOAT16,
+    "float16": numpy_rank.FLOAT16,
+    "float64": numpy_rank.FLOAT64,
+}
+NAMES = list(CODES)
+
+
+def code_of(tensor: Tensor | None) -> int:
+    """The document's number of a tensor's dtype; 0 for no tensor."""
+    return numpy_rank.NO_DTYPE if tensor is None else CODES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def to_numpy(tensor: Tensor) -> Any:
+    """The same bits in numpy's storage type."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.contiguous().numpy()
+
+
+def to_torch(array: Any, dtype: torch.dtype) -> Tensor:
+    """The same bits in a tensor."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(dtype)
+    return torch.from_numpy(array)
+
+
+# ------------------------------------------------------------------------------------------------------------- players
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A dispatch and what follows of it.
+
+    Attributes:
+        step: of all ranks, but for top_k.
+        top_k: K of each rank; the document doesn't ask that they agree.
+        tag: of the call.
+        other: put x and y where the record says, and not where they are by default.
+    """
+
+    step: Step
+    top_k: tuple[int, ...]
+    tag: int = 0
+    other: bool = False
+
+    def of(self, rank: int) -> Step:
+        """The step as that rank has it."""
+        return replace(self.step, top_k=self.top_k[rank])
+
+    def inputs(self, experts: int) -> list[Inputs]:
+        """What every rank passes."""
+        return [make_inputs(self.of(rank), rank, experts) for rank in range(len(self.top_k))]
+
+
+@dataclass
+class _Handle:
+    send_count_matrix: Tensor
+    num_tokens: int
+    top_k: int
+    real: Any
+
+
+@dataclass
+class _Dispatched:
+    """The numpy rank's result, with the names of the product's."""
+
+    x: Tensor
+    weights: Tensor | None
+    counts: Tensor
+    offsets: Tensor
+    handle: _Handle
+
+
+class Player:
+    """A rank that is the product."""
+
+    is_numpy = False
+
+    def __init__(self, ctx: RankContext, group: Any) -> None:
+        self.rank = ctx.rank
+        self.group = group
+
+    def dispatch(self, mine: Inputs, turn: Turn) -> Any:
+        """Dispatch with the weights that the turn's step sends."""
+        weights = mine.weights_TK if turn.step.weigh in ("both", "dispatch") else None
+        x_TH = mine.x_TH
+        if turn.other:
+            x_TH = self.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
+            x_TH.copy_(mine.x_TH)
+        return moe_a2a.dispatch(x_TH, mine.idx_TK, self.group, weights, tag=turn.tag)
+
+    def combine(self, y_NH: Tensor, d: Any, mine: Inputs, turn: Turn) -> Tensor:
+        """Combine with the weights that the turn's step applies."""
+        weights = mine.weights_TK if turn.step.weigh in ("both", "combine") else None
+        if turn.other:
+            slot_NH = d.empty_like_rows(y_NH.dtype, y_NH.shape[1])
+            slot_NH.copy_(y_NH)
+            y_NH = slot_NH
+        return moe_a2a.combine(y_NH, d.handle, weights)
+
+    def abort(self, text: str) -> None:
+        """Start a call with bad input."""
+        x_TH = torch.zeros(1, self.group.hidden_size, dtype=self.group.dtype)
+        moe_a2a.dispatch(x_TH, torch.tensor([[self.group.num_experts + 7]]), self.group)
+
+    def refuse(self, d: Any, text: str) -> None:
+        """Combine with an unusable y."""
+        moe_a2a.combine(torch.zeros(len(d.x) + 1, d.x.shape[1]), d.handle)
+
+    def leave(self) -> None:
+        """Close the group."""
+        self.group.close()
+
+
+class NumpyPlayer(Player):
+    """The rank that is numpy."""
+
+    is_numpy = True
+
+    def __init__(self, ctx: RankContext, group: Any, node: NumpyRank) -> None:
+        super().__init__(ctx, group)
+        self.node = node
+
+    def dispatch(self, mine: Inputs, turn: Turn) -> Any:
+        weights = mine.weights_TK if turn.step.weigh in ("both", "dispatch") else None
+        got = self.node.dispatch(
+            to_numpy(mine.x_TH),
+            mine.idx_TK.numpy(),
+            None if weights is None else to_numpy(weights),
+            code_of(mine.x_TH),
+            code_of(weights),
+            turn.tag,
+            staged=turn.other,
+        )
+        counts = torch.from_numpy(got.counts)
+        handle = got.handle
+        return _Dispatched(
+            x=to_torch(got.x_NH, mine.x_TH.dtype),
+            weights=None
+            if weights is None or got.weights_N is None
+            else to_torch(got.weights_N, weights.dtype),
+            counts=counts,
+            offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+            handle=_Handle(
+                torch.from_numpy(handle.counts_RE).int(), *(int(n) for n in handle.idx_TK.shape), handle
+            ),
+        )
+
+    def combine(self, y_NH: Tensor, d: Any, mine: Inputs, turn: Turn) -> Tensor:
+        weights = mine.weights_TK if turn.step.weigh in ("both", "combine") else None
+        out = self.node.combine(
+            to_numpy(y_NH),
+            d.handle.real,
+            None if weights is None else to_numpy(weights),
+            code_of(y_NH),
+            code_of(weights),
+            wide=turn.other,
+        )
+        return to_torch(out, y_NH.dtype)
+
+    def abort(self, text: str) -> None:
+        self.node.abort(text)
+
+    def refuse(self, d: Any, text: str) -> None:
+        self.node.refuse(d.handle.real, text)
+
+    def leave(self) -> None:
+        self.node.leave()
+
+
+def sizes_of(spec: GroupSpec, world_size: int) -> Sizes:
+    """What the numpy rank computes its layout from."""
+    kwargs = spec.kwargs(world_size)
+    return Sizes(
+        world_size=world_size,
+        num_experts=spec.experts,
+        top_k=spec.top_k,
+        max_tokens=spec.max_tokens,
+        row_bytes=spec.hidden * dtype_of(spec.dtype).itemsize,
+        max_recv_rows=kwargs["max_recv_rows"],
+        slots=spec.depth,
+    )
+
+
+@contextmanager
+def playing(
+    ctx: RankContext,
+    spec: GroupSpec,
+    numpy_at: int,
+    first_n: int = 1,
+    largest_code: int | None = None,
+    make: Callable[..., NumpyRank] = NumpyRank,
+) -> Iterator[Player]:
+    """A group of its own in which rank ``numpy_at`` is numpy."""
+    group = ctx.fresh_group(**spec.kwargs(ctx.world_size), _first_epoch=first_n, _code_max=largest_code)
+    assert group.transport.name == "cpu-shm", group.transport.reason
+    if ctx.rank != numpy_at:
+        yield Player(ctx, group)
+        return
+    node = make(
+        [window.view() for window in group._windows],
+        ctx.rank,
+        sizes_of(spec, ctx.world_size),
+        numpy_rank.COMPACT if spec.record_format == "compact" else numpy_rank.PORTABLE,
+        timeout=spec.timeout,
+        largest_code=largest_code,
+        first_n=first_n,
+    )
+    try:
+        yield NumpyPlayer(ctx, group, node)
+    finally:
+        node.detach()
+
+
+# ------------------------------------------------------------------------------------------------------- many good steps
+
+BLOCKS = {
+    2: ["D0 C0", "D0 D1 C0 C1", "D0 D1 C1 C0", "D0 X0", "D0 D1 X0 C1", "D0 D1 C0 X1"],
+    3: ["D0 D1 D2 C1 C0 C2", "D0 D1 D2 C2 C1 C0", "D0 D1 C0 D2 C1 C2", "D0 D1 D2 X1 C0 C2"],
+}
+
+
+def make_program(seed: int, depth: int, dispatches: int) -> list[str]:
+    """At least that many dispatches: ``D3`` starts handle 3, ``C3`` combines it, ``X3`` drops it."""
+    rng = random.Random(seed)
+    blocks = [block for size in range(2, depth + 1) for block in BLOCKS[size]]
+    program: list[str] = []
+    first = 0
+    while first < dispatches:
+        rng.shuffle(blocks)
+        for block in blocks:
+            words = block.split()
+            program += [f"{word[0]}{first + int(word[1:])}" for word in words]
+            first += sum(word[0] == "D" for word in words)
+    return program
+
+
+def make_turn(seed: int, spec: GroupSpec, world_size: int) -> Turn:
+    """Anything that the group can take; every rank makes the same."""
+    rng = random.Random(seed)
+    room = spec.hidden * dtype_of(spec.dtype).itemsize
+
+    def some_dtype(hidden: int) -> str:
+        return rng.choice([name for name in NAMES if dtype_of(name).itemsize * hidden <= room])
+
+    hidden = rng.choice([1, 3, room // 8, room // 4, room // 2])
+    same_k = rng.randint(1, spec.top_k)
+    top_k = tuple(rng.choice([same_k, rng.randint(1, spec.top_k)]) for _ in range(world_size))
+    none_at_all = rng.random() < 0.08
+    tokens = tuple(
+        0
+        if none_at_all or rng.random() < 0.2
+        else rng.choice([1, spec.max_tokens, rng.randint(1, spec.max_tokens)])
+        for _ in range(world_size)
+    )
+    step = Step(
+        tokens=tokens,
+        top_k=same_k,
+        hidden=hidden,
+        dtype=some_dtype(hidden),
+        weight_dtype=rng.choice([None, *NAMES]),
+        y_dtype=rng.choice([None, None, some_dtype(hidden)]),
+        ids=rng.choice(["int32", "int64"]),
+        routing=rng.choice(
+            ["any", "any", "distinct" if spec.experts >= spec.top_k else "any", "one", "round"]
+        ),
+        target=rng.randrange(spec.experts),
+        drop=rng.choice([0.0, 0.0, 0.3, 0.3, 0.9, 1.0]),
+        rows="random",
+        weigh=rng.choice(["both", "both", "dispatch", "combine"]),
+        seed=seed,
+    )
+    tag = rng.choice([0, 1, -1, 2**31, -(2**63), rng.getrandbits(62)])
+    return Turn(step, top_k, tag, rng.random() < 0.4)
+
+
+def check_dispatched(
+    turn: Turn, d: Any, inputs: Sequence[Inputs], experts: int, rank: int, what: str
+) -> None:
+    """Compare every field of a dispatch's result with the oracle, to the bit."""
+    idxs = [i.idx_TK for i in inputs]
+    weights: Any = [i.weights_TK for i in inputs]
+    if turn.step.weight_dtype is None or turn.step.weigh == "combine":
+        weights = None
+    want = reference.dispatch_reference([i.x_TH for i in inputs], idxs, experts, weights)[rank]
+    matrix_RE = torch.stack([reference.send_counts_reference(idx_TK, experts)[0] for idx_TK in idxs]).int()
+    assert_bits(d.handle.send_count_matrix, matrix_RE, f"{what}: send-count matrix")
+    assert_bits(d.counts, want.counts, f"{what}: counts")
+    assert_bits(d.offsets, want.offsets, f"{what}: offsets")
+    assert_bits(d.x, want.x_NH, f"{what}: rows")
+    if want.weights_N is None:
+        assert d.weights is None, f"{what}: weights came without having been sent"
+    else:
+        assert_bits(d.weights, want.weights_N, f"{what}: weights")
+    assert (d.handle.num_tokens, d.handle.top_k) == tuple(idxs[rank].shape), what
+
+
+def check_combined(
+    turn: Turn, out_TH: Tensor, inputs: Sequence[Inputs], experts: int, rank: int, what: str
+) -> None:
+    """Compare with the oracle to the bit."""
+    step = turn.step
+    y_dtype = dtype_of(step.y_dtype or step.dtype)
+    weights: Any = [i.weights_TK for i in inputs]
+    if step.weight_dtype is None or step.weigh == "dispatch":
+        weights = None
+    xs = [i.x_TH.to(y_dtype) for i in inputs]
+    want = reference.moe_reference(xs, [i.idx_TK for i in inputs], weights, scale_expert, experts)[rank]
+    assert_bits(out_TH, want, f"{what}: combined")
+
+
+def good_turn(player: Player, spec: GroupSpec, world_size: int, seed: int) -> None:
+    """One step that has to work, every rank with tokens for every expert."""
+    T = min(spec.max_tokens, spec.experts)
+    step = Step(
+        (T,) * world_size, 1, 3, spec.dtype, rows="random", routing="round", weight_dtype="float32", seed=seed
+    )
+    turn = Turn(step, (min(2, spec.top_k),) * world_size)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[player.rank]
+    d = player.dispatch(mine, turn)
+    y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+    out_TH = player.combine(y_NH, d, mine, turn)
+    what = f"good turn {seed}, rank {player.rank}"
+    check_dispatched(turn, d, inputs, spec.experts, player.rank, what)
+    check_combined(turn, out_TH, inputs, spec.experts, player.rank, what)
+
+
+def many_steps(
+    ctx: RankContext,
+    spec: GroupSpec,
+    numpy_at: int,
+    dispatches: int,
+    seed: int,
+    first_n: int,
+    largest_code: int | None,
+) -> int:
+    """Run a program with random delays and nothing else that orders the ranks; then compare all of it."""
+    program = make_program(seed, spec.depth, dispatches)
+    count = sum(word[0] == "D" for word in program)
+    turns = [make_turn(1000 * seed + i, spec, ctx.world_size) for i in range(count)]
+    mine = [make_inputs(turn.of(ctx.rank), ctx.rank, spec.experts) for turn in turns]
+    opened: dict[int, Any] = {}
+    outs: dict[int, Tensor] = {}
+    with playing(ctx, spec, numpy_at, first_n, largest_code) as player:
+        for word in program:
+            i = int(word[1:])
+            ctx.jitter(4)
+            if word[0] == "D":
+                opened[i] = player.dispatch(mine[i], turns[i])
+            elif word[0] == "C":
+                d = opened[i]
+                y_dtype = dtype_of(turns[i].step.y_dtype or turns[i].step.dtype)
+                y_NH = run_experts(d.x, d.offsets, player.group.local_experts, y_dtype)
+                outs[i] = player.combine(y_NH, d, mine[i], turns[i])
+        for i, d in opened.items():
+            inputs = turns[i].inputs(spec.experts)
+            what = f"rank {ctx.rank} (numpy at {numpy_at}), {turns[i]}"
+            check_dispatched(turns[i], d, inputs, spec.experts, ctx.rank, what)
+            if i in outs:
+                check_combined(turns[i], outs[i], inputs, spec.experts, ctx.rank, what)
+        return len(outs)
+
+
+# ------------------------------------------------------------------------------------------------------------- headers
+
+
+def headers(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Any:
+    """The headers of all windows and their sizes, as the numpy rank reads them."""
+    with playing(ctx, spec, numpy_at) as player:
+        if not isinstance(player, NumpyPlayer):
+            ctx.barrier()  # a rank that closes its group writes to the windows
+            return None
+        node, R = player.node, range(ctx.world_size)
+        end = node.at.total_bytes
+        rest = [bool(node._bytes(q, 72, 4096 - 72).any()) for q in R]
+        unwritten = [bool(node._bytes(q, 4096, end - 4096).any()) for q in R]
+        sizes = [len(window.view()) for window in player.group._windows]
+        found = [node.header(q) for q in R], sizes, rest, unwritten, end
+        ctx.barrier()
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------ calls that fail
+
+TEXT = "the gate gave NaN: Stück für Stück"
+
+
+def aborts(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[Caught | None]:
+    """Calls that one rank, or two, abort; several in a row, so that records of ended calls have to be waited out.
+
+    Returns what each call raised here: abort of rank 0, 1, ..; then of all ranks; then three of rank 0.
+    """
+    found = []
+    bad_ranks = [{r} for r in range(ctx.world_size)] + [set(range(ctx.world_size))] + [{0}] * 3
+    with playing(ctx, spec, numpy_at) as player:
+        good_turn(player, spec, ctx.world_size, 1)
+        for number, bad in enumerate(bad_ranks):
+            ctx.jitter(10)
+            turn = Turn(Step((4,) * ctx.world_size, 2, 8, spec.dtype, seed=number), (2,) * ctx.world_size)
+            mine = make_inputs(turn.step, ctx.rank, spec.experts)
+            if ctx.rank in bad:
+                found.append(caught(partial(player.abort, TEXT)))
+            else:
+                found.append(caught(partial(player.dispatch, mine, turn)))
+        for seed in (2, 3, 4):
+            good_turn(player, spec, ctx.world_size, seed)
+    return found
+
+
+def long_abort(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Caught | None:
+    """The numpy rank aborts with a text as long as a record can carry; a good step follows."""
+    with playing(ctx, spec, numpy_at) as player:
+        turn = Turn(Step((4,) * ctx.world_size, 2, 8, spec.dtype), (2,) * ctx.world_size)
+        mine = make_inputs(turn.step, ctx.rank, spec.experts)
+        if isinstance(player, NumpyPlayer):
+            text = ("0123456789" * 200)[: player.node.at.record_payload_bytes - 5] + "-end-"
+            error = caught(partial(player.abort, text))
+        else:
+            error = caught(partial(player.dispatch, mine, turn))
+        good_turn(player, spec, ctx.world_size, 1)
+        return error
+
+
+def mismatch(ctx: RankContext, spec: GroupSpec, numpy_at: int, what: str) -> Caught | None:
+    """Rank 0 and the others differ in one thing; a good step follows."""
+    step = Step((4,) * ctx.world_size, 2, 8, "float32", "float32", rows="random")
+    tag = 11
+    if ctx.rank == 0:
+        if what == "tag":
+            tag = 11 + 2**40
+        elif what == "weights":
+            step = replace(step, weight_dtype=None)
+        elif what == "rows":
+            pass
+        else:
+            field, value = {
+                "H": ("hidden", 6),
+                "dtype": ("dtype", "bfloat16"),
+                "weight dtype": ("weight_dtype", "float64"),
+            }[what]
+            step = replace(step, **{field: value})
+    if what == "rows":
+        step = replace(
+            step, tokens=(spec.max_tokens,) * ctx.world_size, routing="one", target=spec.experts - 1
+        )
+    with playing(ctx, spec, numpy_at) as player:
+        turn = Turn(step, (2,) * ctx.world_size, tag)
+        mine = make_inputs(step, ctx.rank, spec.experts)
+        error = caught(partial(player.dispatch, mine, turn))
+        good_turn(player, spec, ctx.world_size, 1)
+        return error
+
+
+def refusals(ctx: RankContext, spec: GroupSpec, numpy_at: int, refuser: int, concerned: int) -> Caught | None:
+    """``refuser`` finds its y unusable; only rank ``concerned`` has rows there; a good step follows."""
+    with playing(ctx, spec, numpy_at) as player:
+        error = None
+        for number in range(2):  # twice: the slot of the first has to be usable again
+            inputs = [
+                Inputs(
+                    torch.full((2, 4), float(rank + 1)),
+                    torch.tensor(
+                        [
+                            [player.group.expert_range(rank)[0], -1],
+                            [player.group.expert_range(refuser if rank == concerned else rank)[0], -1],
+                        ]
+                    ),
+                    None,
+                )
+                for rank in range(ctx.world_size)
+            ]
+            turn = Turn(Step((2,) * ctx.world_size, 2, 4, weight_dtype=None), (2,) * ctx.world_size)
+            mine = inputs[ctx.rank]
+            d = player.dispatch(mine, turn)
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, f"refusal {number}")
+            if ctx.rank == refuser:
+                error = caught(partial(player.refuse, d, TEXT))
+                closed = caught(partial(player.combine, d.x, d, mine, turn))
+                assert closed is not None and "HandleExpired" in closed.kinds, closed
+            else:
+                error = caught(partial(player.combine, d.x, d, mine, turn))
+        for seed in (1, 2, 3):
+            good_turn(player, spec, ctx.world_size, seed)
+        return error
+
+
+def y_differs(ctx: RankContext, spec: GroupSpec, numpy_at: int, what: str) -> Caught | None:
+    """The owners' y differ in dtype or H; a good step follows."""
+    with playing(ctx, spec, numpy_at) as player:
+        T = spec.experts
+        turn = Turn(
+            Step((T,) * ctx.world_size, 2, 4, weight_dtype=None, routing="round"), (2,) * ctx.world_size
+        )
+        mine = make_inputs(turn.step, ctx.rank, spec.experts)
+        d = player.dispatch(mine, turn)
+        y_NH = d.x
+        if ctx.rank == 0:
+            y_NH = y_NH.bfloat16() if what == "dtype" else y_NH[:, :3].contiguous()
+        error = caught(partial(player.combine, y_NH, d, mine, turn))
+        good_turn(player, spec, ctx.world_size, 1)
+        return error
+
+
+def expired(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[Caught | None]:
+    """Combines that come a second time or too late are local errors, which leave the others alone."""
+    with playing(ctx, spec, numpy_at) as player:
+        turn = Turn(Step((4,) * ctx.world_size, 2, 4, routing="any"), (2,) * ctx.world_size)
+        mine = make_inputs(turn.step, ctx.rank, spec.experts)
+
+        def combine(d: Any) -> Caught | None:
+            return caught(partial(player.combine, d.x, d, mine, turn))
+
+        opened = [player.dispatch(mine, turn)]
+        assert combine(opened[0]) is None
+        found = [combine(opened[0])]
+        opened = [player.dispatch(mine, turn) for _ in range(spec.depth + 1)]
+        found.append(combine(opened[0]))
+        for d in opened[1:]:  # the last NS are good
+            assert combine(d) is None
+        # An aborted call is a dispatch that has started, so it counts.
+        d = player.dispatch(mine, turn)
+        for _ in range(spec.depth):
+            call = partial(player.abort, TEXT) if ctx.rank == 0 else partial(player.dispatch, mine, turn)
+            caught(call)
+        found.append(combine(d))
+        good_turn(player, spec, ctx.world_size, 1)
+        return found
+
+
+def waits_out(
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, late: int, make: Callable[..., NumpyRank] = NumpyRank
+) -> str:
+    """Call 2 is aborted by rank ``late``, call 3 by the other, and ``late`` takes its time in between.
+
+    So nobody has returned from call 2 or 3 with all records seen, and the record of call 4 goes where a peer may
+    still have to read that of call 2. Returns what went wrong in calls 3 and 4.
+    """
+    with playing(ctx, spec, numpy_at, make=make) as player:
+        good_turn(player, spec, ctx.world_size, 1)
+        turn = Turn(Step((4,) * ctx.world_size, 2, 4, routing="any"), (2,) * ctx.world_size)
+        call = partial(player.dispatch, make_inputs(turn.step, ctx.rank, spec.experts), turn)
+        abort = partial(player.abort, TEXT)
+        if ctx.rank == late:
+            caught(abort)
+            time.sleep(0.3)
+            if isinstance(player, NumpyPlayer):
+                for n in (2, 3):
+                    assert player.node._came(n, 1 - late), f"the record of call {n} is not there any more"
+            third = caught(call)
+            if third is None or "PeerAborted" not in third.kinds:
+                ctx.barrier()
+                return str(third)
+        else:
+            error = caught(call)
+            assert error is not None and "PeerAborted" in error.kinds, error
+            caught(abort)
+        fourth = caught(partial(good_turn, player, spec, ctx.world_size, 2))
+        ctx.barrier()
+        return "" if fourth is None else str(fourth)
+
+
+class HastyRank(NumpyRank):
+    """A numpy rank that doesn't wait out the records of a call that has ended."""
+
+    def _wait_out(self) -> None:
+        pass
+
+
+class ForgetfulRank(NumpyRank):
+    """A numpy rank that leaves the codes of the lap before in their cells."""
+
+    def _clear_cells(self) -> None:
+        pass
+
+
+def stale_code(
+    ctx: RankContext,
+    spec: GroupSpec,
+    numpy_at: int,
+    aborting: int,
+    make: Callable[..., NumpyRank] = NumpyRank,
+) -> Caught | None:
+    """The first call of a lap in a slot is aborted: the codes of the lap before have to go all the same.
+
+    With V = 6 and two slots the combine of handle 9 looks for what that of handle 3 left in its cell. Call 7, the
+    first of lap 1 in that slot, is the one that clears it. Only calls 3 and 9 have rows for another rank; in call 9 the
+    owner is late with its y. Returns what the comparison of handle 9 raises.
+    """
+    empty = Turn(Step((2,) * ctx.world_size, 1, 4, weight_dtype=None, drop=1.0), (1,) * ctx.world_size)
+    owner = 1 - aborting
+    with playing(ctx, spec, numpy_at, largest_code=6, make=make) as player:
+        for n in range(1, 10):
+            if n == 7:
+                mine = make_inputs(empty.step, ctx.rank, spec.experts)
+                if ctx.rank == aborting:
+                    caught(partial(player.abort, TEXT))
+                else:
+                    error = caught(partial(player.dispatch, mine, empty))
+                    assert error is not None and "PeerAborted" in error.kinds, error
+                continue
+            turn = empty
+            if n in (3, 9):
+                target = player.group.expert_range(owner)[0]
+                turn = Turn(
+                    Step(
+                        (2,) * ctx.world_size,
+                        1,
+                        4,
+                        weight_dtype=None,
+                        routing="one",
+                        target=target,
+                        rows="random",
+                        seed=n,
+                    ),
+                    (1,) * ctx.world_size,
+                )
+            inputs = turn.inputs(spec.experts)
+            mine = inputs[ctx.rank]
+            d = player.dispatch(mine, turn)
+            if n == 9 and ctx.rank == owner:
+                time.sleep(0.3)
+            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            out_TH = player.combine(y_NH, d, mine, turn)
+            what = f"call {n} on rank {ctx.rank}"
+            compared = caught(partial(check_combined, turn, out_TH, inputs, spec.experts, ctx.rank, what))
+            assert compared is None or n == 9, compared
+        ctx.barrier()
+        return compared
+
+
+# ---------------------------------------------------------------------------------------------------------------- ends
+
+
+def leaves(ctx: RankContext, spec: GroupSpec, numpy_at: int, leaver: int) -> tuple[Caught | None, Any]:
+    """After a good step ``leaver`` leaves, and the others call dispatch.
+
+    Returns its error, and on the numpy rank the leaver's status cell.
+    """
+    with playing(ctx, spec, numpy_at) as player:
+        good_turn(player, spec, ctx.world_size, 1)
+        if ctx.rank == leaver:
+            player.leave()
+            return None, None
+        turn = Turn(Step((4,) * ctx.world_size, 1, 4, routing="round"), (1,) * ctx.world_size)
+        mine = make_inputs(turn.step, ctx.rank, spec.experts)
+        error = caught(partial(player.dispatch, mine, turn))
+        return error, status_seen(player, leaver)
+
+
+def status_seen(player: Player, q: int) -> Any:
+    """The code and body of q's status cell, and the generation they should carry; None on a product rank."""
+    if not isinstance(player, NumpyPlayer):
+        return None
+    return player.node.gone().get(q), player.node.status_of(q), player.node.generation
+
+
+def goes_after_its_part(ctx: RankContext, spec: GroupSpec, numpy_at: int, leaver: int, where: str) -> None:
+    """``leaver`` writes its last record or cell and leaves before the others look; nobody may miss it.
+
+    The others come one after the other, so that they also wait for each other while the leaver is gone. The leaver
+    has no tokens, so it waits for nobody in combine; where it leaves after dispatch it holds no rows either.
+    """
+    with playing(ctx, spec, numpy_at) as player:
+        holder = leaver if where == "combine" else (leaver + 1) % ctx.world_size
+        step = Step(
+            tuple(0 if rank == leaver else 4 for rank in range(ctx.world_size)),
+            1,
+            4,
+            routing="one",
+            target=player.group.expert_range(holder)[0],
+            rows="random",
+        )
+        turn = Turn(step, (1,) * ctx.world_size)
+        inputs = turn.inputs(spec.experts)
+        mine = inputs[ctx.rank]
+        d = player.dispatch(mine, turn)
+        y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+        if ctx.rank == leaver and where == "dispatch":
+            player.leave()
+            return
+        if ctx.rank != leaver:
+            time.sleep(0.2 * (1 + (ctx.rank - leaver) % ctx.world_size))
+        out_TH = player.combine(y_NH, d, mine, turn)
+        if ctx.rank == leaver:
+            player.leave()
+        check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, f"rank {ctx.rank}")
+
+
+def absent(ctx: RankContext, spec: GroupSpec, numpy_at: int, missing: int) -> tuple[Caught | None, Any]:
+    """``missing`` comes to the second call when the others have given up.
+
+    Returns the error and, on numpy, the status cell of the rank that gave up. The record of the one that gave up is
+    there, so the late call itself may succeed; then it is the next one that has to fail.
+    """
+    with playing(ctx, spec, numpy_at) as player:
+        good_turn(player, spec, ctx.world_size, 1)
+        turn = Turn(Step((4,) * ctx.world_size, 1, 4), (1,) * ctx.world_size)
+        call = partial(player.dispatch, make_inputs(turn.step, ctx.rank, spec.experts), turn)
+        if ctx.rank == missing:
+            ctx.barrier()
+            return caught(call) or caught(call), status_seen(player, 1 - missing)
+        error = caught(call)
+        ctx.barrier()
+        return error, None
+
+
+# ----------------------------------------------------------------------------------- a numpy rank that does it wrong
+
+
+class BrokenRank(NumpyRank):
+    """A numpy rank that breaks one rule from call 2 on; ``repair`` then does what was left undone."""
+
+    fault = ""
+
+    def _armed(self, fault: str) -> bool:
+        return self.fault == fault and self.n >= 2
+
+    def _is_record(self, offset: int) -> bool:
+        return self.at.record <= offset < self.at.cell
+
+    def _is_cell(self, offset: int) -> bool:
+        return self.at.cell <= offset < self.at.token_list
+
+    def _write_code(self, window: int, offset: int, value: int) -> None:
+        whole = super()._write_code
+        if window == self.rank:
+            whole(window, offset, value)
+            return
+        self._skipped = (window, offset, value)
+        if (self._armed("seven of eight words of a record") and self._is_record(offset)) or (
+            self._armed("seven of eight words of a cell") and self._is_cell(offset)
+        ):
+            self._words(window, offset, 8)[:7] = value
+        elif self._armed("first word missing") and self._is_record(offset):
+            self._words(window, offset, 8)[1:] = value
+        elif self._armed("code of the call before") and self._is_record(offset):
+            whole(window, offset, value - 1)
+        elif self._armed("code of the call after") and self._is_record(offset):
+            whole(window, offset, value + 1)
+        elif self._armed("code of a refusal") and self._is_record(offset):
+            whole(window, offset, -value)
+        else:
+            whole(window, offset, value)
+
+    def _record(self, n: int, source: int) -> int:
+        right = super()._record(n, source)
+        if source != self.rank or n < 2:
+            return right
+        if self.fault == "record in the other slot":
+            return super()._record(n + 1, source)
+        if self.fault == "record of another rank":
+            return super()._record(n, self.peers[0])
+        return right
+
+    def _cell(self, h: int, owner: int) -> int:
+        if self.fault == "cell in the other slot" and owner == self.rank and h >= 2:
+            return super()._cell(h + 1, owner)
+        return super()._cell(h, owner)
+
+    def repair(self) -> None:
+        """Write the last code as it should have been."""
+        window, offset, value = self._skipped
+        NumpyRank._write_code(self, window, offset, value)
+
+
+def broken(
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, fault: str, repair_after: float | None
+) -> Caught | None:
+    """The second step of a group whose numpy rank breaks a rule. Returns what the product raises in it."""
+
+    def make(*args: Any, **kwargs: Any) -> BrokenRank:
+        node = BrokenRank(*args, **kwargs)
+        node.fault = fault
+        return node
+
+    with playing(ctx, spec, numpy_at, make=make) as player:
+        good_turn(player, spec, ctx.world_size, 1)
+        in_cell = "cell" in fault
+        turn = Turn(
+            Step((spec.experts,) * ctx.world_size, 1, 4, weight_dtype=None, routing="round", rows="random"),
+            (1,) * ctx.world_size,
+        )
+        inputs = turn.inputs(spec.experts)
+        mine = inputs[ctx.rank]
+
+        def whole_step() -> None:
+            d = player.dispatch(mine, turn)
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, fault)
+            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            out_TH = player.combine(y_NH, d, mine, turn)
+            check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, fault)
+
+        if isinstance(player, NumpyPlayer):
+            node = player.node
+            assert isinstance(node, BrokenRank)
+            d = player.dispatch(mine, turn)
+            if repair_after is not None and not in_cell:
+                time.sleep(repair_after)
+                node.repair()
+            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            # In a fault of the dispatch the product never comes to combine.
+            error = caught(partial(player.combine, y_NH, d, mine, turn)) if in_cell or repair_after else None
+            if repair_after is not None and in_cell:
+                time.sleep(repair_after)
+                node.repair()
+        else:
+            error = caught(whole_step)
+        ctx.barrier()
+        return error
+
+
+class WrongRank(NumpyRank):
+    """A numpy rank that keeps the forms and gets the contents wrong, from call 2 on."""
+
+    wrong = ""
+
+    def _send_record(self, words: dict[str, int], payload: bytes) -> None:
+        if self.n >= 2 and self.wrong == "order of the token list":
+            tokens = self._words(self.rank, self._slot("token_list", self.n), 2)
+            tokens[:] = tokens[::-1].copy()
+        if self.n >= 2 and self.wrong == "order of the weights":
+            weights = self._words(self.rank, self._slot("weight", self.n), 2)
+            weights[:] = weights[::-1].copy()
+        if self.n >= 2 and self.wrong == "a bit of x":
+            x_offset = numpy_rank.joined(words["X_LO"], words["X_HI"])
+            self._bytes(self.rank, x_offset, 1)[0] ^= 1
+        if self.n >= 2 and self.wrong == "counts":
+            counts = np.frombuffer(payload, "<i4").copy()
+            counts[[0, 1]] += (-1, 1)  # moves a row from expert 0 to expert 1
+            payload = counts.tobytes()
+        super()._send_record(words, payload)
+
+    def _send_cell(self, q: int, h: int, words: dict[str, int], text: bytes, code: int) -> None:
+        if h >= 2 and self.wrong == "a bit of y":
+            y_offset = numpy_rank.joined(words["Y_LO"], words["Y_HI"])
+            for row in range(self.sizes.max_recv_rows):
+                self._bytes(self.rank, y_offset + row * words["STRIDE"], 1)[0] ^= 1
+        if h >= 2 and self.wrong == "where y begins":
+            words = {**words, "Y_LO": words["Y_LO"] + words["STRIDE"]}
+        super()._send_cell(q, h, words, text, code)
+
+
+def wrong_contents(ctx: RankContext, spec: GroupSpec, numpy_at: int, wrong: str) -> Caught | None:
+    """Two steps, the second with something wrong. Returns what the comparison with the oracle raises, if it does."""
+
+    def make(*args: Any, **kwargs: Any) -> WrongRank:
+        node = WrongRank(*args, **kwargs)
+        node.wrong = wrong
+        return node
+
+    with playing(ctx, spec, numpy_at, make=make) as player:
+        good_turn(player, spec, ctx.world_size, 1)
+        T = spec.experts
+        turn = Turn(
+            Step((T,) * ctx.world_size, 1, 4, "float32", "float32", rows="random"), (1,) * ctx.world_size
+        )
+        inputs = []
+        for rank in range(ctx.world_size):
+            made = make_inputs(turn.step, rank, spec.experts)
+            # All to expert 0, whose owner is a product rank, but for the owner's own tokens.
+            target = spec.experts - 1 if rank != numpy_at else 0
+            inputs.append(replace(made, idx_TK=torch.full_like(made.idx_TK, target)))
+        mine = inputs[ctx.rank]
+        d = player.dispatch(mine, turn)
+        y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+        out_TH = player.combine(y_NH, d, mine, turn) if wrong != "counts" else None
+        what = f"{wrong}, rank {ctx.rank}"
+
+        def compare() -> None:
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, what)
+            if out_TH is not None:
+                check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, what)
+
+        error = caught(compare)
+        ctx.barrier()
+        return error
+
+
+class DemandingRank(NumpyRank):
+    """A numpy rank that takes the windows for those of another generation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.generation += 1
+
+
+def demanding(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> None:
+    """A step in which the numpy rank finds a record that it can't accept."""
+    with playing(ctx, spec, numpy_at, make=DemandingRank) as player:
+        turn = Turn(Step((4,) * ctx.world_size, 1, 4, routing="round"), (1,) * ctx.world_size)
+        player.dispatch(make_inputs(turn.step, ctx.rank, spec.experts), turn)

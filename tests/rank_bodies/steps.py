@@ -1,0 +1,326 @@
+"""Runs steps on a group and compares everything that comes back with the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from pool import RankContext
+from torch import Tensor
+
+import moe_a2a
+from moe_a2a import reference
+from rank_bodies.inputs import (
+    GroupSpec,
+    Inputs,
+    Step,
+    all_inputs,
+    assert_bits,
+    assert_close_to_truth,
+    dtype_of,
+    make_inputs,
+    run_experts,
+    scale_expert,
+)
+
+
+@dataclass
+class Outcome:
+    """What one step gave on this rank."""
+
+    dispatched: Any
+    y_NH: Tensor
+    out_TH: Tensor
+
+
+def fill_freed_memory(*tensors: Tensor) -> None:
+    """Leave NaN behind in memory of these sizes, so that an output that isn't fully written shows it."""
+    for tensor in tensors:
+        garbage = torch.empty(tensor.shape, dtype=tensor.dtype).fill_(float("nan"))
+        del garbage
+
+
+def dispatch_step(group: Any, step: Step, mine: Inputs) -> Any:
+    """Call dispatch the way the step asks for."""
+    x_TH = mine.x_TH
+    if step.source == "window":
+        x_TH = group.empty(x_TH.shape[0], step.hidden, dtype_of(step.dtype))
+        assert x_TH.shape == mine.x_TH.shape and x_TH.dtype == mine.x_TH.dtype
+        x_TH.fill_(float("nan"))
+        x_TH.copy_(mine.x_TH)
+    weights = mine.weights_TK if step.weigh in ("both", "dispatch") else None
+    return moe_a2a.dispatch(x_TH, mine.idx_TK, group, topk_weights=weights)
+
+
+def expert_step(group: Any, step: Step, d: Any) -> Tensor:
+    """Run the local experts, into the window if the step asks for it."""
+    y_NH = run_experts(d.x, d.offsets, group.local_experts, dtype_of(step.y_dtype or step.dtype))
+    if step.result == "window":
+        slot_NH: Tensor = d.empty_like_rows(y_NH.dtype)
+        assert slot_NH.shape == y_NH.shape and slot_NH.dtype == y_NH.dtype
+        slot_NH.fill_(float("nan"))
+        slot_NH.copy_(y_NH)
+        return slot_NH
+    return y_NH
+
+
+def combine_step(step: Step, y_NH: Tensor, d: Any, mine: Inputs) -> Tensor:
+    """Call combine the way the step asks for."""
+    weights = mine.weights_TK if step.weigh in ("both", "combine") else None
+    out = moe_a2a.combine(y_NH, d.handle, topk_weights=weights)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the oracle says about one step on one rank."""
+
+    received: reference.DispatchReference
+    matrix_RE: Tensor
+    out_TH: Tensor
+
+
+@lru_cache(maxsize=4096)
+def expected(step: Step, experts: int, rank: int) -> Expected:
+    """The oracle on the inputs of all ranks; kept, because both record formats run the same steps."""
+    inputs = all_inputs(step, experts)
+    xs, idxs = [i.x_TH for i in inputs], [i.idx_TK for i in inputs]
+    weights = [i.weights_TK for i in inputs if i.weights_TK is not None] or None
+    at_dispatch = weights if step.weigh in ("both", "dispatch") else None
+    at_combine = weights if step.weigh in ("both", "combine") else None
+    received = reference.dispatch_reference(xs, idxs, experts, at_dispatch)
+    owners = reference.expert_owner(experts, len(inputs))
+    y_dtype = dtype_of(step.y_dtype or step.dtype)
+    ys = [run_experts(r.x_NH, r.offsets, e, y_dtype) for r, e in zip(received, owners, strict=True)]
+    return Expected(
+        received[rank],
+        torch.stack([reference.send_counts_reference(idx, experts)[0] for idx in idxs]).int(),
+        reference.combine_reference(ys, idxs, experts, at_combine)[rank],
+    )
+
+
+def check_dispatch(group: Any, step: Step, d: Any, rank: int, what: str) -> None:
+    """Compare every field of a dispatch's result with the oracle."""
+    oracle = expected(step, group.num_experts, rank)
+    want = oracle.received
+    assert_bits(d.handle.send_count_matrix, oracle.matrix_RE, f"{what}: send-count matrix")
+    assert_bits(d.counts, want.counts, f"{what}: counts")
+    assert_bits(d.offsets, want.offsets, f"{what}: offsets")
+    assert_bits(d.x, want.x_NH, f"{what}: rows")
+    if want.weights_N is None:
+        assert d.weights is None, f"{what}: weights came without having been sent"
+    else:
+        assert_bits(d.weights, want.weights_N, f"{what}: weights")
+    assert d.handle.num_tokens == step.tokens[rank] and d.handle.top_k == step.top_k, what
+
+
+def check_combine(step: Step, out_TH: Tensor, experts: int, rank: int, what: str) -> None:
+    """Compare combine's result with the oracle, bit by bit."""
+    assert_bits(out_TH, expected(step, experts, rank).out_TH, f"{what}: combined")
+
+
+def check_truth(step: Step, out_TH: Tensor, experts: int, rank: int, what: str) -> None:
+    """Compare combine's result with fp64, within the rule's bound."""
+    if step.rows == "nan":
+        return
+    # Only this rank's part: the truth needs no other rank's rows.
+    mine = make_inputs(step, rank, experts)
+    x_TH = mine.x_TH.to(dtype_of(step.y_dtype or step.dtype))
+    weights = None if mine.weights_TK is None or step.weigh == "dispatch" else [mine.weights_TK]
+    truth = reference.moe_truth_fp64([x_TH], [mine.idx_TK], weights, scale_expert, experts)[0]
+    magnitude = reference.moe_magnitude_fp64([x_TH], [mine.idx_TK], weights, scale_expert, experts)[0]
+    assert_close_to_truth(out_TH, truth, magnitude, f"{what}: combined against fp64")
+
+
+def run_step(group: Any, step: Step, mine: Inputs) -> Outcome:
+    """Dispatch, experts, combine; nothing is compared."""
+    d = dispatch_step(group, step, mine)
+    y_NH = expert_step(group, step, d)
+    return Outcome(d, y_NH, combine_step(step, y_NH, d, mine))
+
+
+def check_step(ctx: RankContext, group: Any, step: Step) -> Tensor:
+    """Run one step and compare all of it; returns out [T, H]."""
+    mine = make_inputs(step, ctx.rank, group.num_experts)
+    want = expected(step, group.num_experts, ctx.rank)
+    fill_freed_memory(want.received.x_NH, want.out_TH)
+    outcome = run_step(group, step, mine)
+    what = f"rank {ctx.rank} of {ctx.world_size}, {step}"
+    check_dispatch(group, step, outcome.dispatched, ctx.rank, what)
+    check_combine(step, outcome.out_TH, group.num_experts, ctx.rank, what)
+    check_truth(step, outcome.out_TH, group.num_experts, ctx.rank, what)
+    return outcome.out_TH
+
+
+def prefill_windows(ctx: RankContext, group: Any) -> None:
+    """Write NaN into every x and y row a window has, in all slots, by ordinary steps of NaN rows."""
+    for turn in range(2 * group.depth):
+        step = Step(
+            tokens=(group.max_tokens,) * ctx.world_size,
+            top_k=group.top_k,
+            hidden=group.hidden_size,
+            dtype=str(group.dtype).removeprefix("torch."),
+            weight_dtype=None,
+            routing="round",
+            rows="nan",
+            source="window" if turn % 2 else "plain",
+            result="window" if turn % 2 else "plain",
+        )
+        outcome = run_step(group, step, make_inputs(step, ctx.rank, group.num_experts))
+        assert outcome.out_TH.isnan().all()
+
+
+def steps_match(
+    ctx: RankContext, spec: GroupSpec, steps: Sequence[Step], prefill: bool = True
+) -> list[Tensor]:
+    """Check each step against the oracle; returns this rank's outputs."""
+    group = spec.open(ctx)
+    if prefill:
+        prefill_windows(ctx, group)
+    return [check_step(ctx, group, step) for step in steps]
+
+
+def back_to_back(ctx: RankContext, spec: GroupSpec, steps: Sequence[Step], jitter_ms: float) -> int:
+    """Run all steps with random delays and nothing that orders the ranks, then compare all of them.
+
+    Every second step's outputs are overwritten with NaN after a copy was taken: what is allocated later then
+    lies in dirty memory, and if an output were the window itself, its later readers would see NaN.
+    """
+    group = spec.open(ctx)
+    mine = [make_inputs(step, ctx.rank, spec.experts) for step in steps]
+    kept: list[Outcome] = []
+    rows: list[Tensor] = []
+    for number, (step, own) in enumerate(zip(steps, mine, strict=True)):
+        ctx.jitter(jitter_ms)
+        d = dispatch_step(group, step, own)
+        ctx.jitter(jitter_ms)
+        y_NH = expert_step(group, step, d)
+        out_TH = combine_step(step, y_NH, d, own)
+        rows.append(d.x.clone())
+        kept.append(Outcome(d, y_NH, out_TH.clone() if number % 2 else out_TH))
+        if number % 2:
+            d.x.fill_(float("nan"))
+            out_TH.fill_(float("nan"))
+    for number, (step, outcome) in enumerate(zip(steps, kept, strict=True)):
+        what = f"rank {ctx.rank} of {ctx.world_size}, step {number}, {step}"
+        if number % 2:
+            outcome.dispatched.x.copy_(rows[number])
+        check_dispatch(group, step, outcome.dispatched, ctx.rank, what)
+        check_combine(step, outcome.out_TH, spec.experts, ctx.rank, what)
+    return len(kept)
+
+
+def interleaved(ctx: RankContext, spec: GroupSpec, order: str, steps: Sequence[Step]) -> None:
+    """Run dispatches and combines in the order of ``"D0 D1 C1 C0"``; ``X0`` drops a handle."""
+    group = spec.open(ctx)
+    inputs = [make_inputs(step, ctx.rank, spec.experts) for step in steps]
+    opened: dict[int, Any] = {}
+    results: dict[int, Tensor] = {}
+    for word in order.split():
+        number = int(word[1:])
+        step, mine = steps[number], inputs[number]
+        ctx.jitter(2)
+        if word[0] == "D":
+            opened[number] = dispatch_step(group, step, mine)
+        elif word[0] == "C":
+            d = opened[number]
+            results[number] = combine_step(step, expert_step(group, step, d), d, mine)
+        else:
+            assert word[0] == "X", word
+            del opened[number]  # dropped: the tensors and the handle are garbage from here on
+    for number, d in opened.items():
+        what = f"{order}, step {number}, rank {ctx.rank}"
+        check_dispatch(group, steps[number], d, ctx.rank, what)
+    for number, out_TH in results.items():
+        what = f"{order}, step {number}, rank {ctx.rank}"
+        check_combine(steps[number], out_TH, spec.experts, ctx.rank, what)
+
+
+def operators_match(ctx: RankContext, spec: GroupSpec, step: Step) -> None:
+    """The same step through ``torch.ops.moe_a2a``: functional operators that take the group's name."""
+    group = spec.open(ctx)
+    inputs = all_inputs(step, spec.experts)
+    mine = inputs[ctx.rank]
+    ops = torch.ops.moe_a2a
+    counts_E, slot_TK = ops.send_counts(mine.idx_TK, spec.experts)
+    want_counts, want_slots = reference.send_counts_reference(mine.idx_TK, spec.experts)
+    assert_bits(counts_E, want_counts, "send_counts: counts")
+    assert_bits(slot_TK, want_slots, "send_counts: slots")
+    rows_NH, counts, offsets, weights_N, handle = ops.dispatch(
+        mine.x_TH, mine.idx_TK, mine.weights_TK, group.name
+    )
+    want = reference.dispatch_reference(
+        [i.x_TH for i in inputs],
+        [i.idx_TK for i in inputs],
+        spec.experts,
+        [i.weights_TK for i in inputs if i.weights_TK is not None],
+    )[ctx.rank]
+    assert_bits(rows_NH, want.x_NH, "operator: rows")
+    assert_bits(counts, want.counts, "operator: counts")
+    assert_bits(offsets, want.offsets, "operator: offsets")
+    assert want.weights_N is not None
+    assert_bits(weights_N, want.weights_N, "operator: weights")
+    y_NH = run_experts(rows_NH, want.offsets, group.local_experts, rows_NH.dtype)
+    out_TH = ops.combine(y_NH, handle, mine.weights_TK, len(mine.x_TH), group.name)
+    check_combine(step, out_TH, spec.experts, ctx.rank, f"operator, rank {ctx.rank}")
+
+
+def split_batch(
+    ctx: RankContext, spec: GroupSpec, total: Step, tokens: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """This rank's share of one global batch, run twice; returns both outputs [T, H]."""
+    group = spec.open(ctx)
+    whole = make_inputs(total, 0, spec.experts)
+    start = sum(tokens[: ctx.rank])
+    share = slice(start, start + tokens[ctx.rank])
+    weights = None if whole.weights_TK is None else whole.weights_TK[share]
+    mine = Inputs(whole.x_TH[share], whole.idx_TK[share], weights)
+    outs = []
+    for _ in range(2):
+        ctx.jitter(3)
+        outs.append(run_step(group, total, mine).out_TH)
+    return outs[0], outs[1]
+
+
+def two_groups(ctx: RankContext, first: GroupSpec, second: GroupSpec) -> None:
+    """Alternate between two groups, with a handle open on each while the other is used."""
+    groups = [first.open(ctx), second.open(ctx)]
+    specs = [first, second]
+    for turn in range(6):
+        steps, inputs, opened = [], [], []
+        for group, spec in zip(groups, specs, strict=True):
+            tokens = tuple((turn * 5 + rank * 3) % (spec.max_tokens + 1) for rank in range(ctx.world_size))
+            step = Step(tokens, spec.top_k, spec.hidden, spec.dtype, rows="random", seed=turn)
+            mine = make_inputs(step, ctx.rank, spec.experts)
+            ctx.jitter(2)
+            opened.append(dispatch_step(group, step, mine))
+            steps.append(step)
+            inputs.append(mine)
+        for i in (turn % 2, 1 - turn % 2):
+            d = opened[i]
+            what = f"group {i}, turn {turn}, rank {ctx.rank}"
+            check_dispatch(groups[i], steps[i], d, ctx.rank, what)
+            out_TH = combine_step(steps[i], expert_step(groups[i], steps[i], d), d, inputs[i])
+            check_combine(steps[i], out_TH, specs[i].experts, ctx.rank, what)
+
+
+def local_experts(ctx: RankContext, spec: GroupSpec) -> tuple[list[int], int, list[list[int]]]:
+    """(experts this rank owns, their number, what it thinks every rank owns)."""
+    group = spec.open(ctx)
+    ranges = [list(group.expert_range(rank)) for rank in range(ctx.world_size)]
+    return list(group.local_experts), group.num_local_experts, ranges
+
+
+def corrupted(ctx: RankContext, spec: GroupSpec, step: Step, part: str) -> None:
+    """A good step whose result is damaged in one element on the last rank before it is compared."""
+    group = spec.open(ctx)
+    outcome = run_step(group, step, make_inputs(step, ctx.rank, spec.experts))
+    damaged = {"rows": outcome.dispatched.x, "counts": outcome.dispatched.counts, "combined": outcome.out_TH}
+    if part and ctx.rank == ctx.world_size - 1:
+        damaged[part].view(torch.uint8).flatten()[-4] ^= 1
+    check_dispatch(group, step, outcome.dispatched, ctx.rank, "damaged")
+    check_combine(step, outcome.out_TH, spec.experts, ctx.rank, "damaged")
