@@ -8,6 +8,7 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from typing import Any, NoReturn
@@ -121,7 +122,7 @@ class Dispatched:
         try:
             return torch.ops.moe_a2a.window_y.default(self.handle.meta, hidden, code, group.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            native.raise_failure(error, "moe_a2a.Dispatched.empty_like_rows")
+            native.raise_failure(error, f"moe_a2a.Dispatched.empty_like_rows: {error}")
 
     def __repr__(self) -> str:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
@@ -130,11 +131,13 @@ class Dispatched:
 @functools.lru_cache(maxsize=4096)
 def _tag_id(tag: str | int) -> int:
     """A tag as the 64-bit number that records carry; the same on every rank."""
-    if isinstance(tag, int):
-        if not -(2**63) <= tag < 2**63:
-            raise errors.BadValue(f"moe_a2a.dispatch: tag = {tag}; expected a 64-bit integer or a string")
-        return tag
-    return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
+    if isinstance(tag, str):
+        return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
+    if not isinstance(tag, int):
+        raise TypeError(f"tag is a {type(tag).__name__}; expected a string or a 64-bit integer")
+    if not -(2**63) <= tag < 2**63:
+        raise ValueError(f"tag = {tag}; expected a string or a 64-bit integer")
+    return tag
 
 
 def dispatch(
@@ -165,13 +168,9 @@ def dispatch(
         GroupPoisoned, GroupClosed: no further calls.
     """
     try:
-        if (
-            group._exchange is None
-            and not group._closed
-            and not (
-                torch.is_grad_enabled()
-                and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
-            )
+        if group._exchange is None and not (
+            torch.is_grad_enabled()
+            and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
         ):
             rows, weights, meta = _dispatch_raw(
                 x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
@@ -180,8 +179,11 @@ def dispatch(
             rows, _, _, weights, meta = _dispatch(
                 x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
             )
+    except errors.MoeA2AError:
+        group._check_open("moe_a2a.dispatch")
+        raise
     except Exception as error:
-        _fail("moe_a2a.dispatch", group, error)
+        _fail_dispatch(group, error, x, topk_idx, topk_weights, tag)
     return Dispatched(rows, None if topk_weights is None else weights, Handle(meta, group))
 
 
@@ -211,29 +213,80 @@ def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None = None) -> Te
             f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
         ) from None
     try:
-        if (
-            group._exchange is None
-            and not group._closed
-            and not (
-                torch.is_grad_enabled()
-                and (y.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
-            )
+        if group._exchange is None and not (
+            torch.is_grad_enabled()
+            and (y.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
         ):
             return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
         return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
+    except errors.MoeA2AError:
+        group._check_open("moe_a2a.combine")
+        raise
     except Exception as error:
-        tell_peers = native.refuse_combine(group.name, handle.meta) if group._exchange is None else None
-        native.raise_failure(error, f"moe_a2a.combine on rank {group.rank}", tell_peers)
+        _fail_combine(group, error, y, handle, topk_weights)
 
 
-def _fail(operation: str, group: Any, error: Exception) -> NoReturn:
-    """Raises the named error behind ``error``; see native.raise_failure."""
+# What follows runs after a call has failed. A failure of the kernels has been told to the peers already; anything else (an
+# argument that isn't a tensor, say) happened before anything was sent, and the peers must hear of it.
+
+
+def _wrong_tensor(**arguments: Any) -> str:
+    """What keeps torch from handing these arguments to the kernels; "" when it isn't they."""
+    for name, value in arguments.items():
+        if value is None and name == "topk_weights":
+            continue
+        if not isinstance(value, Tensor):
+            return f"{name} is a {type(value).__name__}; expected a torch.Tensor"
+        if value.layout != torch.strided:
+            return f"{name} has layout {value.layout}; expected a dense (strided) tensor"
+        if value.device.type != "cpu":
+            return f"{name} is on {value.device}; this group's tensors are on the CPU"
+    return ""
+
+
+def _fail_dispatch(
+    group: Any, error: Exception, x: Any, topk_idx: Any, topk_weights: Any, tag: str | int | None
+) -> NoReturn:
+    """Raises the named error behind ``error``."""
     if not isinstance(group, EPGroup):
-        raise errors.BadType(f"{operation}: group is a {type(group).__name__}; expected an EPGroup") from None
-    if group._closed:
-        group._check_open(operation)
-    tell_peers = native.abort_call(group.name) if group._exchange is None else None
-    native.raise_failure(error, f"{operation} on rank {group.rank}", tell_peers)
+        raise errors.BadType(
+            f"moe_a2a.dispatch: group is a {type(group).__name__}; expected an EPGroup"
+        ) from None
+    group._check_open("moe_a2a.dispatch")
+    wrong = _wrong_tensor(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    reason = f"moe_a2a.dispatch: on rank {group.rank}, {wrong or error}"
+    if group._exchange is not None:
+        group._exchange.abort(errors.BadType(reason))
+    try:
+        native.raise_failure(
+            error, reason, native.abort_call(group.name) if group._exchange is None else None
+        )
+    except errors.CallMismatch as mismatch:
+        # Records carry a tag as a number; here is what it stands for.
+        if isinstance(tag, str) and "tag" in str(mismatch):
+            raise errors.CallMismatch(f"{mismatch} ({_tag_id(tag)} is {tag!r})") from None
+        raise
+
+
+def _fail_combine(group: EPGroup, error: Exception, y: Any, handle: Handle, topk_weights: Any) -> NoReturn:
+    """Raises the named error behind ``error``."""
+    group._check_open("moe_a2a.combine")
+    wrong_y = _wrong_tensor(y=y)
+    wrong = wrong_y or _wrong_tensor(topk_weights=topk_weights)
+    reason = f"moe_a2a.combine: on rank {group.rank}, {wrong or error}"
+    tell_peers = None
+    if wrong and not wrong_y:
+        # Only this rank's sum can't be made; the rows that others wait for are good. Weights that can't fit stop the call
+        # right after they have gone out.
+        unfit = torch.empty(0)
+        with contextlib.suppress(RuntimeError, ValueError):
+            _combine_impl(y, handle.meta, unfit, handle.num_tokens, group.name)
+    elif wrong_y and group._exchange is not None:
+        with contextlib.suppress(errors.MoeA2AError):
+            group._exchange.combine(y, handle.meta, None)
+    elif wrong_y:
+        tell_peers = native.refuse_combine(group.name, handle.meta)
+    native.raise_failure(error, reason, tell_peers)
 
 
 # ------------------------------------------------------------------------------------------- the differentiable operators

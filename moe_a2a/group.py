@@ -417,7 +417,7 @@ class EPGroup:
         try:
             return torch.ops.moe_a2a.window_x.default(num_tokens, hidden, code, self.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            native.raise_failure(error, "moe_a2a.EPGroup.empty")
+            native.raise_failure(error, f"moe_a2a.EPGroup.empty: {error}")
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since the group was made.
@@ -504,6 +504,7 @@ class EPGroup:
             self._finalizer()
 
     def __enter__(self) -> EPGroup:
+        self._check_open("moe_a2a.EPGroup")
         return self
 
     def __exit__(

@@ -829,6 +829,16 @@ class CollectiveExchange:
         position_TK = rearrange(position, "(t k) -> t k", t=handle.num_tokens, k=handle.top_k)
         return weighted_sum_reference(arrived.view(y.dtype), position_TK, topk_weights)
 
+    def abort(self, failure: Exception) -> None:
+        """Uses up the next call on all ranks, for bad input that was found before dispatch: they raise PeerAborted."""
+        self._check_usable("moe_a2a.dispatch")
+        self._epoch += 1
+        self._expire()
+        with self._in_step():
+            header = _Header(_DISPATCH, epoch=self._epoch)
+            counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
+            self._exchange_records(header, counts_E, failure)
+
     def close(self) -> None:
         """Ends the use of this exchange on this rank; idempotent. The process group is left to its owner."""
         self._closed = True

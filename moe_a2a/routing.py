@@ -33,4 +33,5 @@ def send_counts(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     try:
         return _send_counts(topk_idx, num_experts)  # type: ignore[no-any-return]
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        native.raise_failure(error, "moe_a2a.send_counts")
+        kind = f"topk_idx is a {type(topk_idx).__name__}" if not isinstance(topk_idx, Tensor) else str(error)
+        native.raise_failure(error, f"moe_a2a.send_counts: {kind}; expected an integer torch.Tensor [T, K]")

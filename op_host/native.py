@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch  # the library links against torch, which must be loaded first
 
-from ..errors import FAILURE_KINDS, INTERRUPTED, BadType, MoeA2AError
+from ..errors import FAILURE_KINDS, INTERRUPTED, BadType, BadValue
 from .layout import WindowLayout
 from .tiling import Tiling
 
@@ -24,7 +24,7 @@ except ImportError as error:  # pragma: no cover - shown to someone whose build 
         "pip install --no-build-isolation -e ."
     ) from error
 
-_BAD_TYPE = next(number for number, kind in FAILURE_KINDS.items() if kind is BadType)
+_NUMBERS = {kind: number for number, kind in FAILURE_KINDS.items()}
 
 
 def _int64s(values: list[int]) -> bytes:
@@ -125,7 +125,7 @@ def group_stats(name: str) -> GroupStats:
 
 
 def raise_failure(
-    error: Exception, where: str = "moe_a2a", tell_peers: Callable[[int, str], None] | None = None
+    error: Exception, reason: str = "", tell_peers: Callable[[int, str], None] | None = None
 ) -> NoReturn:
     """Raises the named error behind a failed operator call.
 
@@ -134,28 +134,28 @@ def raise_failure(
 
     Args:
         error: what the call raised.
-        where: operation and rank, for the sentence.
+        reason: what is wrong with the arguments, for an exception that says it in torch's words.
         tell_peers: ``abort_call`` or ``refuse_combine`` of the group; None when nobody waits for this call.
     """
-    if isinstance(error, MoeA2AError):
-        raise error
     failure = lib.take_failure()
     if failure is not None and failure[1] in str(error):
-        kind, text = failure
-        if kind == INTERRUPTED:
+        number, text = failure
+        if number == INTERRUPTED:
             interrupt = lib.take_interrupt()
             raise (interrupt if interrupt is not None else KeyboardInterrupt(text)) from None
-        raise FAILURE_KINDS[kind](text) from None
-    lines = str(error).strip().splitlines()
-    reason = f"{where}: {lines[0] if lines else type(error).__name__}"
+        raise FAILURE_KINDS[number](text) from None
+    if not reason:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+    kind = BadValue if isinstance(error, ValueError) else BadType
     if tell_peers is not None:
         try:
-            tell_peers(_BAD_TYPE, reason)
+            tell_peers(_NUMBERS[kind], reason)
         except RuntimeError as lost:
             raise_failure(lost)
-    # What torch says about an argument it can't take.
-    if isinstance(error, (TypeError, RuntimeError, NotImplementedError, AttributeError)):
-        raise BadType(reason) from error
+    # What torch, or a Python check, says about an argument.
+    if isinstance(error, (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError)):
+        raise kind(reason) from error
     raise error
 
 

@@ -57,8 +57,8 @@ def test_send_counts_of_strided_ids() -> None:
         (torch.tensor([[-2, 1]]), 5, moe_a2a.errors.BadValue, "topk_idx[0, 0] = -2"),
         (torch.tensor([0, 1]), 5, moe_a2a.errors.BadValue, "shape [2]"),
         (torch.tensor([[0, 1]]), 0, moe_a2a.errors.BadValue, "num_experts = 0"),
-        (torch.tensor([[0.0]]), 5, moe_a2a.errors.BadType, "dtype Float"),
-        (torch.tensor([[True]]), 5, moe_a2a.errors.BadType, "dtype Bool"),
+        (torch.tensor([[0.0]]), 5, moe_a2a.errors.BadType, "dtype float32;"),
+        (torch.tensor([[True]]), 5, moe_a2a.errors.BadType, "dtype bool;"),
         ([[0, 1]], 5, moe_a2a.errors.BadType, "topk_idx"),
     ],
 )

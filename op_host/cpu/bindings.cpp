@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cctype>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -58,7 +60,27 @@ std::string shape(const Tensor& tensor) {
   return text + "]";
 }
 
-const char* type_name(const Tensor& tensor) { return torch::headeronly::toString(tensor.scalar_type()); }
+// The dtype as Python names it.
+std::string type_name(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::ComplexHalf: return "complex32";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: break;
+  }
+  // The others (bool, bfloat16, float8_e4m3fn, uint16 ...) differ in capitals only.
+  std::string name = torch::headeronly::toString(tensor.scalar_type());
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return name;
+}
 
 // A tensor over memory that `deleter(data, context)` gives back.
 Tensor wrap(void* data, int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType type,
@@ -103,14 +125,16 @@ auto guarded(Operation operation) -> decltype(operation()) {
   }
 }
 
+std::string on(int64_t rank) { return rank < 0 ? "" : " on rank " + std::to_string(rank); }
+
 std::string check_topk_idx(const char* operation, const Tensor& idx, int64_t rank, FailureKind* kind) {
   const ScalarType type = idx.scalar_type();
   if (type != ScalarType::Int && type != ScalarType::Long) {
     *kind = FailureKind::BAD_TYPE;
-    return say("%s: topk_idx has dtype %s on rank %ld; expected int32 or int64", operation, type_name(idx), rank);
+    return say("%s: topk_idx has dtype %s%s; expected int32 or int64", operation, type_name(idx).c_str(), on(rank).c_str());
   }
   if (idx.dim() != 2)
-    return say("%s: topk_idx has shape %s on rank %ld; expected [T, K]", operation, shape(idx).c_str(), rank);
+    return say("%s: topk_idx has shape %s%s; expected [T, K]", operation, shape(idx).c_str(), on(rank).c_str());
   return {};
 }
 
@@ -123,7 +147,7 @@ std::string check_weights(const char* operation, const Tensor& weights, int64_t 
   if (dtype_of(weights) == Dtype::NONE) {
     *kind = FailureKind::BAD_TYPE;
     return say("%s: topk_weights has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", operation,
-               type_name(weights), rank);
+               type_name(weights).c_str(), rank);
   }
   if (weights.dim() != 2 || weights.size(0) != tokens || weights.size(1) != top_k)
     return say("%s: topk_weights has shape %s on rank %ld, topk_idx has [%ld, %ld]; they must be the same", operation,
@@ -144,7 +168,7 @@ void describe(const Group& group, const Tensor& x, const Tensor& idx, const std:
   const Dtype dtype = dtype_of(x);
   if (dtype == Dtype::NONE) {
     input->bad_kind = FailureKind::BAD_TYPE;
-    bad = say("%s: x has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", DISPATCH, type_name(x), rank);
+    bad = say("%s: x has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", DISPATCH, type_name(x).c_str(), rank);
     return;
   }
   if (x.dim() != 2) {
@@ -230,7 +254,7 @@ Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, 
     if (input.dtype == Dtype::NONE) {
       input.bad_kind = FailureKind::BAD_TYPE;
       input.bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", COMBINE,
-                        type_name(rows), rank);
+                        type_name(rows).c_str(), rank);
     } else if (rows.dim() != 2 || rows.size(0) != received) {
       input.bad_y = say("%s: y has shape %s on rank %ld; expected [N, H] with N = %ld, the rows this rank received", COMBINE,
                         shape(rows).c_str(), rank, received);
@@ -260,7 +284,7 @@ std::tuple<Tensor, Tensor> send_counts_op(Tensor topk_idx, int64_t num_experts) 
     constexpr const char* operation = "moe_a2a.send_counts";
     FailureKind kind = FailureKind::BAD_VALUE;
     if (num_experts < 1) throw Failure(kind, say("%s: num_experts = %ld; expected at least 1", operation, num_experts));
-    const std::string bad = check_topk_idx(operation, topk_idx, 0, &kind);
+    const std::string bad = check_topk_idx(operation, topk_idx, -1, &kind);
     if (!bad.empty()) throw Failure(kind, bad);
     const TopkIdx idx = topk_idx_view(topk_idx);
     Tensor counts = new_output({num_experts}, ScalarType::Long, 8);

@@ -90,7 +90,6 @@ BAD_DISPATCH: dict[str, Callable[[], dict[str, Any]]] = {
         "topk_weights": torch.zeros(17, 2),
     },
     "too large K": lambda: {"topk_idx": torch.zeros(16, 3).long(), "topk_weights": torch.zeros(16, 3)},
-    "K of zero": lambda: {"topk_idx": torch.zeros(16, 0).long(), "topk_weights": torch.zeros(16, 0)},
     "row too wide": lambda: {"x": torch.zeros(16, 9)},
     "row too wide by dtype": lambda: {"x": torch.zeros(16, 8, dtype=torch.float64)},
     "int32 id": lambda: {"topk_idx": with_id(4).int()},
