@@ -320,11 +320,10 @@ class BareMpi:
         self.name = "mpi-bare-copy" if copy_own else "mpi-bare"
         self._comm, self._rank, self._byte, self._copy_own = comm, comm.Get_rank(), MPI.BYTE, copy_own
         # Filled, so that no page is touched for the first time while the clock runs.
-        self.recv, self.reply, self.returned = (
-            np.full(n, 0, np.uint8) for n in (max_recv_bytes, max_recv_bytes, max_send_bytes)
-        )
+        self._room, self.returned = (np.full(max_send_bytes, 0, np.uint8) for _ in range(2))
+        self.recv, self.reply = (np.full(max_recv_bytes, 0, np.uint8) for _ in range(2))
         self._row_bytes = 0
-        self._send = self.recv[:0]
+        self._send = self._room[:0]
         self._send_RL = self._recv_RL = np.zeros((0, 0), np.int64)
         self._send_rows: list[int] = []
         self._recv_rows: list[int] = []
@@ -332,7 +331,8 @@ class BareMpi:
     def load(self, send: torch.Tensor, send_RL: torch.Tensor) -> None:
         """Not timed. ``send`` [pairs, H]: rows sorted by expert; ``send_RL``: how many for each expert."""
         self._row_bytes = send.shape[1] * send.element_size()
-        self._send = send.view(torch.uint8).numpy().reshape(-1)
+        self._send = self._room[: send.numel() * send.element_size()]
+        self._send[:] = send.view(torch.uint8).numpy().reshape(-1)
         self._send_RL = send_RL.numpy()
         self._recv_RL = np.zeros_like(self._send_RL)
 

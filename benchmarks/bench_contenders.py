@@ -118,14 +118,24 @@ def far_rows(what: str, got: torch.Tensor, inputs: Inputs) -> list[str]:
     return [f"{what} is further off than rounding explains, first in row {int(far.any(1).nonzero()[0])}"]
 
 
+@dataclass
+class Buffers:
+    """x and y of all contenders that keep them in ordinary memory."""
+
+    x_TH: torch.Tensor
+    y_NH: torch.Tensor
+
+
 class Contender(ABC):
     """One way of doing dispatch and combine. Only ``dispatch`` and ``combine`` are timed."""
 
     name: str
     _y: torch.Tensor | None = None
 
+    @abstractmethod
     def prepare(self, inputs: Inputs) -> None:
-        self.inputs = inputs
+        """Writes x, as the layer before would have done just now: lines that this core has written cost a peer
+        more to read than lines that lie in a shared cache since the sample before."""
 
     @abstractmethod
     def dispatch(self) -> None: ...
@@ -147,26 +157,24 @@ class Contender(ABC):
 class Ours(Contender):
     """The public functions of moe_a2a, with ordinary tensors or with x and y already in the window."""
 
-    def __init__(self, group: moe_a2a.EPGroup, y: torch.Tensor, *, in_window: bool, fault: bool) -> None:
+    def __init__(self, group: moe_a2a.EPGroup, buffers: Buffers, *, in_window: bool, fault: bool) -> None:
         self.name = "ours-window" if in_window else "ours"
-        self._group, self._in_window, self._fault, self._shared_y = group, in_window, fault, y
+        self._group, self._in_window, self._fault, self._buffers = group, in_window, fault, buffers
         self._d: Any = None
         self._y: torch.Tensor | None = None
         self._out: torch.Tensor | None = None
 
     def prepare(self, inputs: Inputs) -> None:
-        super().prepare(inputs)
-        self._x = inputs.x_TH
-        if self._in_window:
-            self._x = self._group.empty(*inputs.x_TH.shape)
-            self._x.copy_(inputs.x_TH)
+        self.inputs = inputs
+        self._x = self._group.empty(*inputs.x_TH.shape) if self._in_window else self._buffers.x_TH
+        self._x.copy_(inputs.x_TH)
 
     def dispatch(self) -> None:
         self._d = moe_a2a.dispatch(self._x, self.inputs.topk_idx, self._group)
 
     def experts(self) -> None:
         x_NH = self._d.x
-        self._y = self._d.empty_like_rows() if self._in_window else self._shared_y[: len(x_NH)]
+        self._y = self._d.empty_like_rows() if self._in_window else self._buffers.y_NH[: len(x_NH)]
         torch.mul(x_NH, self.inputs.expert_N1, out=self._y)
         if self._fault and len(x_NH) > 0:
             self._y[0] += 1.0
@@ -197,20 +205,24 @@ class Ours(Contender):
 class Peer(Contender):
     """PairExchange or PackedExchange over gloo or MPI."""
 
-    def __init__(self, exchange: PairExchange | PackedExchange, y: torch.Tensor) -> None:
+    def __init__(self, exchange: PairExchange | PackedExchange, buffers: Buffers) -> None:
         self.name = exchange.name
         self._exchange: Any = exchange
-        self._shared_y = y
+        self._buffers = buffers
         self._state: PairState | PackedState | None = None
         self._out: torch.Tensor | None = None
 
+    def prepare(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self._buffers.x_TH.copy_(inputs.x_TH)
+
     def dispatch(self) -> None:
-        self._state = self._exchange.dispatch(self.inputs.x_TH, self.inputs.topk_idx, self.inputs.weights)
+        self._state = self._exchange.dispatch(self._buffers.x_TH, self.inputs.topk_idx, self.inputs.weights)
 
     def experts(self) -> None:
         assert self._state is not None
         x_NH = self._state.x_NH
-        self._y = self._shared_y[: len(x_NH)]
+        self._y = self._buffers.y_NH[: len(x_NH)]
         torch.mul(x_NH, self.inputs.expert_N1, out=self._y)
 
     def combine(self) -> None:
@@ -238,7 +250,7 @@ class Bare(Contender):
         self._bare = bare
 
     def prepare(self, inputs: Inputs) -> None:
-        super().prepare(inputs)
+        self.inputs = inputs
         self._bare.load(inputs.bare_send, inputs.bare_send_RL)
 
     def dispatch(self) -> None:

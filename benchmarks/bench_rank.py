@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from baselines import BareMpi, Comm, GlooComm, MpiComm, PackedExchange, PairExchange
-from bench_contenders import Bare, Contender, Inputs, Ours, Peer, make_inputs
+from bench_contenders import Bare, Buffers, Contender, Inputs, Ours, Peer, make_inputs
 from bench_plan import ITEM_BYTES, MESSAGE_MARK, Plan, Size, StartLine
 
 import moe_a2a
@@ -107,8 +107,12 @@ class Rank:
                     f"benchmark: transport is {group.transport.name!r} ({group.transport.reason}), expected "
                     "'cpu-shm': numbers of another path would be published under the wrong name"
                 )
-            y = torch.zeros((max(1, *(len(s.expected_x) for s in sets)), size.H), dtype=torch.bfloat16)
-            contenders = self.contenders(size, group, y, sets)
+            most_rows = max(1, *(len(s.expected_x) for s in sets))
+            buffers = Buffers(
+                torch.zeros((size.T, size.H), dtype=torch.bfloat16),
+                torch.zeros((most_rows, size.H), dtype=torch.bfloat16),
+            )
+            contenders = self.contenders(size, group, buffers, sets)
             bytes_found = self.check_copied_bytes(size, group, contenders[:2], sets[0])
             samples, failures, how = self.sample(size, contenders, sets)
             result = self.summary(size, contenders, sets, samples)
@@ -117,20 +121,20 @@ class Rank:
         return result
 
     def contenders(
-        self, size: Size, group: moe_a2a.EPGroup, y: torch.Tensor, sets: list[Inputs]
+        self, size: Size, group: moe_a2a.EPGroup, buffers: Buffers, sets: list[Inputs]
     ) -> list[Contender]:
         # The last rank's expert spoils a row, and only for one contender.
         fault = self.plan.inject_fault == "wrong-row" and self.rank == self.world_size - 1
         found: list[Contender] = [
-            Ours(group, y, in_window=False, fault=fault),
-            Ours(group, y, in_window=True, fault=False),
+            Ours(group, buffers, in_window=False, fault=fault),
+            Ours(group, buffers, in_window=True, fault=False),
         ]
         who: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "num_experts": size.E}
         comms: list[Comm] = [GlooComm()]
         if self.mpi_comm is not None:
             comms.append(MpiComm(self.mpi_comm))
         for comm in comms:
-            found += [Peer(PairExchange(comm, **who), y), Peer(PackedExchange(comm, **who), y)]
+            found += [Peer(PairExchange(comm, **who), buffers), Peer(PackedExchange(comm, **who), buffers)]
         if self.mpi_comm is not None:
             room = {
                 "max_send_bytes": max(s.bare_send.numel() for s in sets) * ITEM_BYTES,

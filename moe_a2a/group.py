@@ -572,9 +572,10 @@ def _check_arguments(
     integer("max_tokens", max_tokens, 1)
     integer("hidden_size", hidden_size, 1)
     integer("depth", depth, 2)
-    if dtype not in DTYPE_CODES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_CODES:
         raise errors.BadType(
-            f"moe_a2a.EPGroup: dtype = {dtype} {where}; expected one of {_names(DTYPE_CODES)}"
+            f"moe_a2a.EPGroup: dtype = {dtype!r} ({type(dtype).__name__}) {where}; expected one of "
+            + ", ".join(str(known) for known in DTYPE_CODES)
         )
     recv_rows = (
         default_recv_rows(world_size, max_tokens, top_k)
