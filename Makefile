@@ -56,6 +56,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=examples:benchmarks:tests $(BIN)/mypy examples/*.py benchmarks/*.py tests/*.py tests/rank_bodies/*.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

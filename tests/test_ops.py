@@ -74,11 +74,12 @@ def test_operators_are_what_the_functions_are(group: moe_a2a.EPGroup, tokens: in
     x, idx, w = inputs(tokens)
     weights = w if weighted else None
     rows, counts, offsets, row_weights, handle = OPS.dispatch(x, idx, weights, group.name)
-    expected = reference.dispatch_reference([x], [idx], 5, [weights] if weights is not None else None)[0]
+    all_weights = [w] if weighted else None
+    expected = reference.dispatch_reference([x], [idx], 5, all_weights)[0]
     assert torch.equal(rows, expected.x_NH)
     assert torch.equal(counts, expected.counts) and counts.dtype == torch.int64
     assert torch.equal(offsets, expected.offsets) and offsets.dtype == torch.int32
-    if weighted:
+    if expected.weights_N is not None:
         assert torch.equal(row_weights, expected.weights_N)
     else:
         assert row_weights.numel() == 0
@@ -88,7 +89,7 @@ def test_operators_are_what_the_functions_are(group: moe_a2a.EPGroup, tokens: in
     assert len(set(storages)) == len(storages), "outputs share memory"
     y = rows * 2
     out = OPS.combine(y, handle, weights, tokens, group.name)
-    assert torch.equal(out, reference.combine_reference([y], [idx], 5, [weights] if weighted else None)[0])
+    assert torch.equal(out, reference.combine_reference([y], [idx], 5, all_weights)[0])
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -182,7 +182,10 @@ class NumpyPlayer(Player):
             counts=counts,
             offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
             handle=_Handle(
-                torch.from_numpy(handle.counts_RE).int(), *(int(n) for n in handle.idx_TK.shape), handle
+                send_count_matrix=torch.from_numpy(handle.counts_RE).int(),
+                num_tokens=int(handle.idx_TK.shape[0]),
+                top_k=int(handle.idx_TK.shape[1]),
+                real=handle,
             ),
         )
 
@@ -474,12 +477,12 @@ def mismatch(ctx: RankContext, spec: GroupSpec, numpy_at: int, what: str) -> Cau
         elif what == "rows":
             pass
         else:
-            field, value = {
-                "H": ("hidden", 6),
-                "dtype": ("dtype", "bfloat16"),
-                "weight dtype": ("weight_dtype", "float64"),
-            }[what]
-            step = replace(step, **{field: value})
+            changes: dict[str, dict[str, Any]] = {
+                "H": {"hidden": 6},
+                "dtype": {"dtype": "bfloat16"},
+                "weight dtype": {"weight_dtype": "float64"},
+            }
+            step = replace(step, **changes[what])
     if what == "rows":
         step = replace(
             step, tokens=(spec.max_tokens,) * ctx.world_size, routing="one", target=spec.experts - 1

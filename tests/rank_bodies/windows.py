@@ -60,7 +60,7 @@ def proc_closed(ctx: RankContext, closed_on: list[int]) -> str:
     def closed(address: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
-    original = group_module.open_by_socket
+    original: Callable[[Any, str], int] = vars(group_module)["open_by_socket"]
 
     def counted(address: Any, server: str) -> int:
         asked.append(address.pid)
