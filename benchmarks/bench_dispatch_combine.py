@@ -1,8 +1,8 @@
 """Dispatch + combine against what a user would write today, in one interleaved run.
 
     python benchmarks/bench_dispatch_combine.py                  # ten sizes, two ranks, table and JSON
-    python benchmarks/bench_dispatch_combine.py --short          # two sizes and three assertions: what CI
-    runs python benchmarks/bench_dispatch_combine.py --ranks 4 --sizes 1,7168,64,8
+    python benchmarks/bench_dispatch_combine.py --short          # two sizes, three assertions (what CI runs)
+    python benchmarks/bench_dispatch_combine.py --ranks 4 --sizes 1,7168,64,8
 
 Starts its own ranks on this host: by mpiexec where mpi4py and mpiexec are there (then the MPI peers take
 part), else as plain processes. Exits with 1 and a sentence when a contender's result is wrong, when the

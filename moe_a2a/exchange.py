@@ -187,13 +187,13 @@ def dispatch(
     return Dispatched(rows, None if topk_weights is None else weights, Handle(meta, group))
 
 
-def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None = None) -> Tensor:
+def combine(y: Tensor, handle: Handle | Dispatched, topk_weights: Tensor | None = None) -> Tensor:
     """Brings the experts' results back and sums the K rows of each token. Collective, once for a handle.
 
     Args:
         y: [N, H] of a float type, any strides: a result for each row of ``Dispatched.x``, in its order. The dtype may be
             another than x's, and must be the same on all ranks.
-        handle: of the dispatch.
+        handle: of the dispatch; what dispatch returned will do, too.
         topk_weights: [T, K] of a float type; None sums the rows as they are.
 
     Returns:
@@ -206,6 +206,8 @@ def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None = None) -> Te
         CallMismatch: y's dtype or H differs. The handle is closed and the group stays usable after each of these.
         PeerTimeout, PeerLost: a peer didn't come, ended or left; the group is poisoned.
     """
+    if isinstance(handle, Dispatched):
+        handle = handle.handle
     try:
         group = handle.group
     except AttributeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -134,6 +135,12 @@ def _resolve(process_group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
     if process_group is None:
         if dist.is_available() and dist.is_initialized():
             return None, dist.get_rank(), dist.get_world_size()
+        started = os.environ.get("WORLD_SIZE", "1")
+        if started != "1":
+            raise errors.BadValue(
+                f"moe_a2a.EPGroup: WORLD_SIZE = {started} in the environment, but torch.distributed isn't initialised, so this "
+                "would be a group of one rank; call torch.distributed.init_process_group first (or unset WORLD_SIZE)"
+            )
         return None, 0, 1
     if hasattr(process_group, "get_group") and hasattr(process_group, "mesh_dim_names"):  # a DeviceMesh
         if process_group.ndim != 1:
@@ -242,10 +249,10 @@ class EPGroup:
         config, layout = check.value
         _compare(meeting.gather(config))
 
-        self.num_experts, self.top_k, self.max_tokens = num_experts, top_k, max_tokens
-        self.hidden_size, self.dtype, self.depth = hidden_size, dtype, config.depth
+        self.num_experts, self.top_k, self.max_tokens = config.num_experts, config.top_k, config.max_tokens
+        self.hidden_size, self.dtype, self.depth = config.hidden_size, dtype, config.depth
         self.max_recv_rows = config.max_recv_rows
-        self._ranges = expert_ranges(num_experts, world_size)
+        self._ranges = expert_ranges(config.num_experts, world_size)
         self.local_experts = self._ranges[rank]
         self.num_local_experts = len(self.local_experts)
         self.name = f"moe_a2a.{next(_numbers)}"
@@ -319,6 +326,7 @@ class EPGroup:
         addresses = meeting.gather(window.announce())
         with contextlib.ExitStack() as stack:
             fds: dict[int, int] = {}
+            pids: dict[int, int] = {}  # of peers, as this process sees them
 
             def close_fds() -> None:
                 for fd in fds.values():
@@ -326,13 +334,14 @@ class EPGroup:
 
             stack.callback(close_fds)
 
-            def open_peers(opener: Callable[[int, WindowAddress], int]) -> None:
+            def open_peers(opener: Callable[[int, WindowAddress], tuple[int, int]]) -> None:
                 for peer, address in enumerate(addresses):
                     if peer != self.rank and peer not in fds:
-                        fds[peer] = opener(peer, address)
+                        fds[peer], pids[peer] = opener(peer, address)
 
-            opened = meeting.attempt(lambda: open_peers(lambda _, address: open_by_proc(address)))
-            by_proc = opened.error is None
+            opened = meeting.attempt(
+                lambda: open_peers(lambda _, address: (open_by_proc(address), address.pid))
+            )
             if opened.failures:
                 # The server's name is gathered by ranks that need none, too: each serves those who couldn't open it.
                 server = stack.enter_context(WindowServer(window))
@@ -359,10 +368,7 @@ class EPGroup:
                     for mapping in mapped.values():
                         mapping.unmap()
                     raise errors.OutOfMemory(f"moe_a2a.EPGroup: mapping the windows failed: {done.why}")
-            pidfds = [
-                _pidfd(address.pid) if by_proc and peer != self.rank else -1
-                for peer, address in enumerate(addresses)
-            ]
+            pidfds = [_pidfd(pids.get(peer, 0)) for peer in range(self.world_size)]
             native.create_group(
                 self.name,
                 self.layout,
@@ -515,8 +521,8 @@ class EPGroup:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.transport.name
         return (
-            f"EPGroup({self.name}, rank {self.rank} of {self.world_size}, experts {self.local_experts.start}.."
-            f"{self.local_experts.stop - 1} of {self.num_experts}, {state})"
+            f"EPGroup({self.name}, rank {self.rank} of {self.world_size}, "
+            f"{self.num_local_experts} of {self.num_experts} experts, {state})"
         )
 
     def _check_open(self, operation: str) -> None:
@@ -531,7 +537,9 @@ def _names(dtypes: dict[torch.dtype, int]) -> str:
 
 
 def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where the kernel has none."""
+    """A descriptor that becomes readable when the process ends; -1 where there is none."""
+    if pid <= 0:
+        return -1
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
@@ -559,19 +567,23 @@ def _check_arguments(
     where = f"on rank {rank}"
 
     def integer(name: str, value: Any, least: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
+        try:
+            number = int(operator.index(value))
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool):
             raise errors.BadType(
                 f"moe_a2a.EPGroup: {name} = {value!r} ({type(value).__name__}) {where}; expected an int"
             )
-        if value < least:
-            raise errors.BadValue(f"moe_a2a.EPGroup: {name} = {value} {where}; expected at least {least}")
-        return value
+        if number < least:
+            raise errors.BadValue(f"moe_a2a.EPGroup: {name} = {number} {where}; expected at least {least}")
+        return number
 
-    integer("num_experts", num_experts, 1)
-    integer("top_k", top_k, 1)
-    integer("max_tokens", max_tokens, 1)
-    integer("hidden_size", hidden_size, 1)
-    integer("depth", depth, 2)
+    num_experts = integer("num_experts", num_experts, 1)
+    top_k = integer("top_k", top_k, 1)
+    max_tokens = integer("max_tokens", max_tokens, 1)
+    hidden_size = integer("hidden_size", hidden_size, 1)
+    depth = integer("depth", depth, 2)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_CODES:
         raise errors.BadType(
             f"moe_a2a.EPGroup: dtype = {dtype!r} ({type(dtype).__name__}) {where}; expected one of "

@@ -49,9 +49,12 @@ class MappedWindow:
         lib.unmap_window(self.address, self.size)
 
 
-def map_window(fd: int, size: int, *, fill: bool) -> MappedWindow:
-    """Maps and prefaults the window behind ``fd``; ``fill`` for its owner. Raises OSError."""
-    address, populated, collapsed = lib.map_window(fd, size, fill)
+def map_window(fd: int, size: int, *, fill: bool, populate: bool = True) -> MappedWindow:
+    """Maps and prefaults the window behind ``fd``; ``fill`` for its owner. Raises OSError.
+
+    ``populate`` False touches page by page, as on a kernel without MADV_POPULATE_WRITE (before 5.14).
+    """
+    address, populated, collapsed = lib.map_window(fd, size, fill, populate)
     return MappedWindow(address, size, populated, collapsed)
 
 

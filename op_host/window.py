@@ -151,11 +151,18 @@ class WindowServer:
                     socket.send_fds(peer, [b"w"], [self._window.fd])
 
 
-def open_by_socket(address: WindowAddress, server: str) -> int:
-    """Receives a peer's window over its abstract socket; returns the descriptor. Raises OSError with the reason."""
+def open_by_socket(address: WindowAddress, server: str) -> tuple[int, int]:
+    """Receives a peer's window over its abstract socket. Raises OSError with the reason.
+
+    Returns:
+        The descriptor, and the peer's process id as this process sees it (0: it can't).
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(10)
         connection.connect("\0" + server)
+        # Of the process that listens; the kernel translates the id into our namespace.
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, _, _ = struct.unpack("3i", credentials)
         connection.sendall(address.nonce)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if not fds:
@@ -167,7 +174,7 @@ def open_by_socket(address: WindowAddress, server: str) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, pid
 
 
 def _meminfo() -> Iterator[tuple[str, int]]:

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pool import RankPool
+from rank_bodies import steps as bodies
+from rank_bodies.inputs import GroupSpec, Step
 
 CODE = """
 import sys
@@ -84,3 +87,15 @@ def test_the_best_kernels_match_the_reference_and_the_portable_ones(portable: li
     flags = Path("/proc/cpuinfo").read_text()
     assert best[0] == ("avx2" if " avx2 " in flags and " f16c " in flags else "portable")
     assert best[1] == portable[1]
+
+
+def test_portable_kernels_between_ranks() -> None:
+    """Two ranks on the portable kernels, against the oracle."""
+    spec = GroupSpec(5, 3, 33, 129, "bfloat16")
+    steps = [Step((33, 17), 3, 129, dtype, seed=seed) for seed, dtype in enumerate(("bfloat16", "float16"))]
+    ranks = RankPool(2, env={"MOE_A2A_CPU": "portable"})
+    try:
+        assert ranks.run(2, bodies.kernels_in_use) == ["portable", "portable"]
+        ranks.run(2, bodies.steps_match, spec, steps)
+    finally:
+        assert not ranks.close()

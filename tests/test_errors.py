@@ -101,9 +101,9 @@ def test_errors_in_a_row(pool: RankPool, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("hidden", ("7", "8")),
-        ("dtype", ("bfloat16", "float32")),
-        ("weights", ("weights",)),
+        ("hidden", ("7 on rank", "8 on rank")),
+        ("dtype", ("bfloat16 on rank", "float32 on rank")),
+        ("weights", ("weights", "none on rank")),
         ("weight dtype", ("weights", "float64", "float32")),
         ("tag", ("tag",)),
         ("tag on one rank", ("tag",)),
@@ -336,9 +336,10 @@ def test_case_48_interrupt_during_a_wait(pool: RankPool, operation: str) -> None
     assert counted > 50, f"another thread got to run {counted} times in a second"
 
 
+@pytest.mark.parametrize("proc_closed", [False, True], ids=["by proc", "by socket"])
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
-def test_peer_dies(small: RankPool, where: str) -> None:
-    survivor, dead = small.run(2, errors.peer_killed, where, deaths=(1,))
+def test_peer_dies(small: RankPool, where: str, proc_closed: bool) -> None:
+    survivor, dead = small.run(2, errors.peer_killed, where, proc_closed, deaths=(1,))
     assert dead == -signal.SIGKILL
     check(survivor, ("PeerLost", "RuntimeError"), (where, "rank 1"), 0.3 + 4.0)
 

@@ -6,7 +6,9 @@ the document describes; the other ranks are the product. Results are compared wi
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -402,3 +404,15 @@ def test_foreign_record_is_checked(pool: RankPool) -> None:
     """The numpy rank's own demands on records are not idle: one that is not met ends the run."""
     with pytest.raises(RankFailed, match="ProtocolError"):
         pool.run(2, bodies.demanding, usual(timeout=2.0), 1)
+
+
+def test_the_numpy_rank_shares_nothing_with_the_product() -> None:
+    """It is written from docs/protocol.md: numpy and the standard library are all it imports."""
+    source = Path(__file__).with_name("numpy_rank.py").read_text()
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    assert names <= set(sys.stdlib_module_names) | {"numpy"}, names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +13,7 @@ from torch.library import opcheck
 
 import moe_a2a
 from moe_a2a import reference
+from moe_a2a.op_host import native
 
 OPS = torch.ops.moe_a2a
 
@@ -165,3 +167,71 @@ def test_a_group_that_went_out_of_scope_is_closed() -> None:
     del group
     with pytest.raises(RuntimeError, match="no open group"):
         OPS.dispatch_raw(x, idx, w, name)
+
+
+def test_offsets_beyond_32_bits_in_the_kernels() -> None:
+    """Rows 4 GiB apart (virtual memory only): gather and sum reach the right ones."""
+    stride, hidden = 2**30, 3
+    with moe_a2a.EPGroup(
+        num_experts=3, top_k=2, max_tokens=5, hidden_size=hidden, dtype=torch.float32
+    ) as group:
+        x = torch.empty(4 * stride + hidden).as_strided((5, hidden), (stride, 1))
+        for row in range(5):
+            x[row] = torch.tensor([row + 1.0, -row, 0.5])
+        idx = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 1], [2, 2]])
+        d = moe_a2a.dispatch(x, idx, group)
+        assert torch.equal(d.x, reference.dispatch_reference([x.contiguous()], [idx], 3)[0].x_NH)
+        y = torch.empty(9 * stride + hidden).as_strided((10, hidden), (stride, 1))
+        for row in range(10):
+            y[row] = d.x[row] * (row + 2)
+        out = moe_a2a.combine(y, d.handle)
+        assert torch.equal(out, reference.combine_reference([y.contiguous()], [idx], 3)[0])
+
+
+def test_what_dispatch_returned_will_do_for_combine() -> None:
+    x, idx, w = inputs()
+    with moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32) as group:
+        d = moe_a2a.dispatch(x, idx, group)
+        assert torch.equal(moe_a2a.combine(d.x, d, w), reference.combine_reference([d.x], [idx], 5, [w])[0])
+
+
+def test_unpacked_columns_are_counted_as_what_they_cost() -> None:
+    x, idx, _ = inputs()
+    with moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32) as group:
+        d = moe_a2a.dispatch(x.t().contiguous().t(), idx, group)
+        copied = group.stats()["copied_bytes"]
+        assert copied["dispatch_in"] == x.numel() * 4 and copied["dispatch_out"] == d.x.numel() * 4
+        moe_a2a.combine(d.x.t().contiguous().t(), d.handle)
+        assert group.stats()["copied_bytes"]["combine_in"] == d.x.numel() * 4
+
+
+def test_one_rank_by_mistake_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher, a group made before init_process_group would be one rank that nobody asked for."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(moe_a2a.errors.BadValue, match=r"WORLD_SIZE = 2 .* init_process_group first"):
+        moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9)
+
+
+def test_sizes_may_be_numpy_integers() -> None:
+    eight = np.int64(8)
+    with moe_a2a.EPGroup(num_experts=eight, top_k=np.int32(2), max_tokens=eight, hidden_size=eight) as group:
+        assert type(group.num_experts) is int and group.num_experts == 8
+    for wrong in (True, 2.0, "2"):
+        with pytest.raises(moe_a2a.errors.BadType, match="num_experts"):
+            moe_a2a.EPGroup(num_experts=wrong, top_k=2, max_tokens=8, hidden_size=8)  # type: ignore[arg-type]
+
+
+def test_output_memory_is_kept_within_its_limit_and_given_back_on_request() -> None:
+    native.pool_trim()
+    before = native.pool_stats()
+    x, idx, _ = inputs()
+    with moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32) as group:
+        d = moe_a2a.dispatch(x, idx, group)
+        assert native.pool_stats()["held_bytes"] > before["held_bytes"]
+        del d
+        kept = native.pool_stats()
+        assert kept["held_bytes"] == before["held_bytes"] and kept["kept_bytes"] > 0
+        d = moe_a2a.dispatch(x, idx, group)
+        assert native.pool_stats()["reused"] > kept["reused"]
+        del d
+    assert native.pool_trim() > 0 and native.pool_stats()["kept_bytes"] == 0

@@ -123,7 +123,7 @@ def test_zero_tokens_everywhere(pool: RankPool, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["trace_none", "trace_aux", "trace_bias"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_recorded_routings(pool: RankPool, ranks: int, name: str) -> None:
     """Routings of a trained model: far from uniform, and different for every layer and batch."""
     spec = GroupSpec(16, 2, 128, 20, "bfloat16")

@@ -216,6 +216,7 @@ std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::
     Group::DispatchInput input;
     input.tag = tag;
     describe(*group, rows, topk_idx, topk_weights, &input);
+    if (rows.get() != x.get()) group->count_repacked(true, input.x.rows * input.x.row_bytes);
     const auto plan = group->begin_dispatch(input);
     try {
       const int64_t weight_bytes = itemsize(input.weights.dtype);
@@ -272,6 +273,7 @@ Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, 
       if (input.bad_weights.empty()) input.weights = weights_view(*topk_weights);
       else if (input.bad_y.empty()) input.bad_kind = kind;
     }
+    if (rows.get() != y.get()) group->count_repacked(false, input.y.rows * input.y.row_bytes);
     Tensor out = input.bad_y.empty() ? new_output({tokens, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype))
                                      : new_output({0, 0}, ScalarType::Float, 4);
     group->combine(input, static_cast<char*>(out.mutable_data_ptr()));

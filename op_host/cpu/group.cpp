@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <unordered_map>
 
 namespace moe_a2a {
@@ -319,7 +320,9 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   // x that lies in the window already is read where it is.
   const char* stage_begin = own() + layout_.x_at(layout_[SLOTS]);
   const char* stage_end = stage_begin + layout_[STAGE_SLOTS] * layout_[X_SLOT_STRIDE];
-  const bool staged = input.x.rows > 0 && input.x.data >= stage_begin && input.x.data < stage_end;
+  // A record has 32 bits for the stride; rows further apart than that are copied like any others.
+  const bool staged = input.x.rows > 0 && input.x.data >= stage_begin && input.x.data < stage_end &&
+                      input.x.stride <= std::numeric_limits<int32_t>::max();
   char* list = own() + layout_.list_at(epoch);
   char* weight_list = own() + layout_.weight_at(epoch);
   const int64_t weight_bytes = itemsize(input.weights.dtype);
@@ -526,7 +529,9 @@ void Group::combine(const CombineInput& input, char* out) {
 
   // The owner's half: rows into the window, then the code, only to sources that have rows here.
   const char* slot_begin = own() + layout_.y_at(epoch);
-  const bool in_window = input.y.rows > 0 && input.y.data >= slot_begin && input.y.data < slot_begin + layout_[Y_SLOT_STRIDE];
+  const bool in_window = input.y.rows > 0 && input.y.data >= slot_begin &&
+                         input.y.data < slot_begin + layout_[Y_SLOT_STRIDE] &&
+                         input.y.stride <= std::numeric_limits<int32_t>::max();
   const int64_t stride = in_window ? input.y.stride : layout_.row_stride(input.y.row_bytes);
   const int64_t offset = in_window ? input.y.data - own() : layout_.y_at(epoch);
   for (int64_t source : all_peers_) {

@@ -96,6 +96,11 @@ class Group {
   char* rows_at(const int64_t* handle, int64_t words, int64_t row_bytes);
   std::shared_ptr<Mapping> own_window() const { return windows_[static_cast<size_t>(rank_)]; }
 
+  // A tensor whose columns weren't packed was copied before it came here.
+  void count_repacked(bool dispatch, int64_t bytes) {
+    (dispatch ? counters_.dispatch_in_bytes : counters_.combine_in_bytes) += bytes;
+  }
+
   // ---- life
   // Uses up the next call on all ranks: they raise PeerAborted with this text.
   void abort_call(FailureKind kind, const std::string& text);

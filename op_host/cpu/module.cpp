@@ -54,12 +54,12 @@ PyObject* raise_failure(const Failure& failure) {
 }
 
 PyObject* py_map_window(PyObject*, PyObject* args) {
-  int fd = -1, fill = 0;
+  int fd = -1, fill = 0, populate = 1;
   long long bytes = 0;
-  if (!PyArg_ParseTuple(args, "iLp", &fd, &bytes, &fill)) return nullptr;
+  if (!PyArg_ParseTuple(args, "iLp|p", &fd, &bytes, &fill, &populate)) return nullptr;
   MapResult result{};
   Py_BEGIN_ALLOW_THREADS
-  result = map_window(fd, bytes, fill != 0);
+  result = map_window(fd, bytes, fill != 0, populate != 0);
   Py_END_ALLOW_THREADS
   if (result.address == nullptr) {
     errno = result.error;
@@ -252,7 +252,7 @@ PyObject* py_pool_fill(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill) -> (address, populated, collapsed)"},
+    {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill, populate=True) -> (address, populated, collapsed)"},
     {"unmap_window", py_unmap_window, METH_VARARGS, "unmap_window(address, bytes)"},
     {"view_window", py_view_window, METH_VARARGS, "view_window(address, bytes) -> memoryview"},
     {"create_group", py_create_group, METH_VARARGS,

@@ -19,7 +19,7 @@
 
 namespace moe_a2a {
 
-MapResult map_window(int fd, int64_t bytes, bool fill) {
+MapResult map_window(int fd, int64_t bytes, bool fill, bool populate) {
   constexpr size_t HUGE = size_t{2} << 20;
   const auto size = static_cast<size_t>(bytes);
   // MADV_COLLAPSE answers EINVAL on a mapping that isn't aligned: reserve more, map in the middle of it.
@@ -38,13 +38,13 @@ MapResult map_window(int fd, int64_t bytes, bool fill) {
 
   MapResult result{aligned, 0, true, false};
   // First touch costs ten to twenty times a later one; it is paid here, not in the first call.
-  if (madvise(aligned, size, fill ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0) {
+  if (!populate || madvise(aligned, size, fill ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0) {
     result.populated = false;
     const long page = sysconf(_SC_PAGESIZE);
     for (size_t at = 0; at < size; at += static_cast<size_t>(page)) {
       volatile char* touch = aligned + at;
-      if (fill) *touch = 0;
-      else (void)*touch;
+      const char there = *touch;  // the header is written already
+      if (fill) *touch = there;
     }
   }
   // Pages first, then huge pages: on an empty memfd MADV_COLLAPSE answers EINVAL.

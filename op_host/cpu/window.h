@@ -12,7 +12,8 @@ struct MapResult {
   bool collapsed;  // the kernel put the pages into huge ones (Linux 6.1); check ShmemPmdMapped before believing it
 };
 
-// fd: a memfd of `bytes`, a multiple of 2 MB. `fill`: this is the owner's mapping, whose pages don't exist yet.
-MapResult map_window(int fd, int64_t bytes, bool fill);
+// fd: a memfd of `bytes`, a multiple of 2 MB. `fill`: this is the owner's mapping, whose pages don't exist yet. `populate` false
+// goes without MADV_POPULATE_*, as on a kernel that has none (tests).
+MapResult map_window(int fd, int64_t bytes, bool fill, bool populate = true);
 
 }  // namespace moe_a2a

@@ -358,10 +358,12 @@ def case_56_linear(ctx: RankContext, tokens: tuple[int, ...]) -> Tensor:
 
 
 def case_56_identity(ctx: RankContext, dtype: torch.dtype) -> None:
-    """R1 E1 K1 w=1: out is x, to the bit, signs of zero and NaN payloads included."""
+    """R1 E1 K1 w=1: out is x, to the bit, signs of zero included; NaN stays NaN."""
     group = ctx.group(num_experts=1, top_k=1, max_tokens=33, hidden_size=21, dtype=dtype, max_recv_rows=33)
     x_TH = torch.randn(33, 21, generator=torch.Generator().manual_seed(1)).to(dtype)
     x_TH[3], x_TH[4, ::2], x_TH[5] = -0.0, float("-inf"), 0.0
+    rows = moe_a2a.dispatch(x_TH * float("nan"), torch.zeros(33, 1, dtype=torch.int32), group)
+    assert moe_a2a.combine(rows.x, rows.handle).isnan().all()
     for weights in (torch.ones(33, 1), torch.ones(33, 1, dtype=torch.float64), None):
         d = moe_a2a.dispatch(x_TH, torch.zeros(33, 1, dtype=torch.int32), group)
         assert_bits(d.x, x_TH, "rows")

@@ -7,6 +7,7 @@ oracle.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -23,6 +24,7 @@ from pool import RankContext
 from torch import Tensor
 
 import moe_a2a
+from rank_bodies import windows
 from rank_bodies.inputs import GroupSpec, Step, make_inputs
 from rank_bodies.steps import check_step
 
@@ -436,9 +438,12 @@ def interrupted_wait(ctx: RankContext, operation: str) -> tuple[Caught | None, f
     return error, raised - sent[0], seen
 
 
-def peer_killed(ctx: RankContext, where: str) -> Caught | None:
+def peer_killed(ctx: RankContext, where: str, proc_closed: bool) -> Caught | None:
     """Rank 1 kills itself before or after its dispatch; rank 0 must notice long before the timeout."""
-    group = ctx.group(**{**USUAL.kwargs(ctx.world_size), "timeout": 60.0})
+    with contextlib.ExitStack() as stack:
+        if proc_closed:
+            stack.enter_context(windows.replaced("open_by_proc", windows.no_entry))
+        group = ctx.group(**{**USUAL.kwargs(ctx.world_size), "timeout": 60.0 + proc_closed})
     good_step(ctx, group)
     mine = good_arguments(ctx)
     d = None

@@ -426,7 +426,7 @@ def headers(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------------ calls that fail
 
-TEXT = "the gate gave NaN: Stück für Stück"
+TEXT = "the gate gave NaN: naïve façade, ½ of it"
 
 
 def aborts(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[Caught | None]:

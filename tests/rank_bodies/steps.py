@@ -13,6 +13,7 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a import reference
+from moe_a2a.op_host import native
 from rank_bodies.inputs import (
     GroupSpec,
     Inputs,
@@ -324,3 +325,8 @@ def corrupted(ctx: RankContext, spec: GroupSpec, step: Step, part: str) -> None:
         damaged[part].view(torch.uint8).flatten()[-4] ^= 1
     check_dispatch(group, step, outcome.dispatched, ctx.rank, "damaged")
     check_combine(step, outcome.out_TH, spec.experts, ctx.rank, "damaged")
+
+
+def kernels_in_use(ctx: RankContext) -> str:
+    """The instruction set this rank's kernels use."""
+    return native.cpu_kernels()

@@ -27,6 +27,11 @@ SIZES: dict[str, Any] = {
 }
 
 
+def no_entry(*_: Any) -> Any:
+    """What opening a window gives where it is closed to this process."""
+    raise PermissionError(13, "Permission denied")
+
+
 def check_step(ctx: RankContext, group: moe_a2a.EPGroup, seed: int = 0) -> None:
     """One dispatch and combine against the oracle, rows and sums bitwise."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,18 +62,15 @@ def proc_closed(ctx: RankContext, closed_on: list[int]) -> str:
     """/proc is closed to some ranks: the windows come over the socket, and the transport is the same."""
     asked: list[int] = []
 
-    def closed(address: Any) -> int:
-        raise PermissionError(13, "Permission denied")
+    original: Callable[[Any, str], tuple[int, int]] = vars(group_module)["open_by_socket"]
 
-    original: Callable[[Any, str], int] = vars(group_module)["open_by_socket"]
-
-    def counted(address: Any, server: str) -> int:
+    def counted(address: Any, server: str) -> tuple[int, int]:
         asked.append(address.pid)
         return original(address, server)
 
     with (
         replaced("open_by_socket", counted),
-        replaced("open_by_proc", closed) if ctx.rank in closed_on else contextlib.nullcontext(),
+        replaced("open_by_proc", no_entry) if ctx.rank in closed_on else contextlib.nullcontext(),
     ):
         group = ctx.fresh_group(**SIZES)
     assert len(asked) == (ctx.world_size - 1 if ctx.rank in closed_on else 0)
@@ -100,11 +102,8 @@ def no_windows(ctx: RankContext, failing: int) -> tuple[str, str]:
 def nothing_opens(ctx: RankContext) -> str:
     """Neither way to a peer's window is open to one rank: the collective transport, with the reason."""
 
-    def closed(*_: Any) -> int:
-        raise PermissionError(13, "Permission denied")
-
     if ctx.rank == 1:
-        with replaced("open_by_proc", closed), replaced("open_by_socket", closed):
+        with replaced("open_by_proc", no_entry), replaced("open_by_socket", no_entry):
             group = ctx.fresh_group(**SIZES)
     else:
         group = ctx.fresh_group(**SIZES)
