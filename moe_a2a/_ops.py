@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .group import find_group
 from .op_host import native  # noqa: F401  loads the C++ kernels
@@ -56,6 +57,13 @@ def _handle_size(topk_idx: Tensor, group_name: str) -> Any:
     )[-1]
 
 
+def _no_mixture(**arguments: Tensor | None) -> None:
+    """A fake also answers calls in which one real tensor is on the meta device; that would be no call at all."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, FakeTensor) and value.device.type != "meta":
+            raise RuntimeError(f"{name} is a tensor on {value.device}, others are on the meta device")
+
+
 @torch.library.register_fake("moe_a2a::send_counts", lib=LIB)
 def _(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return topk_idx.new_empty(num_experts, dtype=torch.int64), topk_idx.new_empty(
@@ -67,6 +75,7 @@ def _(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def _(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     rows = _new_rows()
     weights = x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows)
     return (
@@ -80,6 +89,7 @@ def _(
 def _(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     rows = _new_rows()
     local = find_group(group).num_local_experts
     weights = x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows)
@@ -94,11 +104,13 @@ def _(
 
 @torch.library.register_fake("moe_a2a::combine", lib=LIB)
 def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, num_tokens: int, group: str) -> Tensor:
+    _no_mixture(y=y, handle=handle, topk_weights=topk_weights)
     return y.new_empty(num_tokens, y.shape[1])
 
 
 @torch.library.register_fake("moe_a2a::combine_raw", lib=LIB)
 def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, group: str) -> Tensor:
+    _no_mixture(y=y, handle=handle, topk_weights=topk_weights)
     return y.new_empty(_new_rows() if topk_weights is None else topk_weights.shape[0], y.shape[1])
 
 

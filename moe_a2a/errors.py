@@ -63,6 +63,10 @@ class WindowBusy(MoeA2AError, RuntimeError):
     """Every tensor that ``group.empty`` can hand out is in use; a local error."""
 
 
+class GroupBusy(MoeA2AError, RuntimeError):
+    """A call on a group from inside another call of the same thread, such as from a signal handler; nothing was sent."""
+
+
 class TransportUnavailable(MoeA2AError, RuntimeError):
     """The transport that was asked for can't be had here; the message says why."""
 
@@ -82,5 +86,6 @@ FAILURE_KINDS: dict[int, type[MoeA2AError]] = {
     11: OutOfMemory,
     12: TransportUnavailable,
     13: WindowBusy,
+    14: GroupBusy,
 }
 INTERRUPTED = 99

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _ops, errors
 from .group import EPGroup, find_group
@@ -66,8 +67,8 @@ class Handle:
 
     @property
     def send_count_matrix(self) -> Tensor:
-        """[R, E] int32: rows each rank sent to each expert."""
-        return self.view.counts_RE
+        """[R, E] int32: rows each rank sent to each expert; a copy."""
+        return self.view.counts_RE.clone()
 
     def __repr__(self) -> str:
         return f"Handle(call {self.epoch}, T={self.num_tokens}, K={self.top_k}, N={self.view.rows}, {self.group.name})"
@@ -128,7 +129,7 @@ class Dispatched:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096, typed=True)
 def _tag_id(tag: str | int) -> int:
     """A tag as the 64-bit number that records carry; the same on every rank."""
     if isinstance(tag, str):
@@ -138,6 +139,19 @@ def _tag_id(tag: str | int) -> int:
     if not -(2**63) <= tag < 2**63:
         raise ValueError(f"tag = {tag}; expected a string or a 64-bit integer")
     return tag
+
+
+def _wants_gradient(rows: Tensor, topk_weights: Tensor | None) -> bool:
+    """Whether autograd must see the call. Forward-mode gradients, which no operator here has, are refused, not lost."""
+    if forward_ad._current_level >= 0:
+        for tensor in (rows, topk_weights):
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError(
+                    "an argument carries a forward-mode gradient (jvp), which is not supported"
+                )
+    return torch.is_grad_enabled() and (
+        rows.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
+    )
 
 
 def dispatch(
@@ -168,10 +182,7 @@ def dispatch(
         GroupPoisoned, GroupClosed: no further calls.
     """
     try:
-        if group._exchange is None and not (
-            torch.is_grad_enabled()
-            and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
-        ):
+        if group._exchange is None and not _wants_gradient(x, topk_weights):
             rows, weights, meta = _dispatch_raw(
                 x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
             )
@@ -215,10 +226,7 @@ def combine(y: Tensor, handle: Handle | Dispatched, topk_weights: Tensor | None 
             f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
         ) from None
     try:
-        if group._exchange is None and not (
-            torch.is_grad_enabled()
-            and (y.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
-        ):
+        if group._exchange is None and not _wants_gradient(y, topk_weights):
             return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
         return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
     except errors.MoeA2AError:
@@ -254,39 +262,45 @@ def _fail_dispatch(
         raise errors.BadType(
             f"moe_a2a.dispatch: group is a {type(group).__name__}; expected an EPGroup"
         ) from None
-    group._check_open("moe_a2a.dispatch")
-    wrong = _wrong_tensor(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    reason = f"moe_a2a.dispatch: on rank {group.rank}, {wrong or error}"
-    if group._exchange is not None:
-        group._exchange.abort(errors.BadType(reason))
     try:
-        native.raise_failure(
-            error, reason, native.abort_call(group.name) if group._exchange is None else None
-        )
+        native.raise_kernel_failure(error)
+    except errors.GroupClosed:
+        group._check_open("moe_a2a.dispatch")
+        raise
     except errors.CallMismatch as mismatch:
         # Records carry a tag as a number; here is what it stands for.
         if isinstance(tag, str) and "tag" in str(mismatch):
             raise errors.CallMismatch(f"{mismatch} ({_tag_id(tag)} is {tag!r})") from None
         raise
+    group._check_open("moe_a2a.dispatch")
+    wrong = _wrong_tensor(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    reason = f"moe_a2a.dispatch: on rank {group.rank}, {wrong or error}"
+    if group._exchange is not None:
+        group._exchange.abort(errors.BadType(reason))
+    native.raise_failure(error, reason, native.abort_call(group.name) if group._exchange is None else None)
 
 
 def _fail_combine(group: EPGroup, error: Exception, y: Any, handle: Handle, topk_weights: Any) -> NoReturn:
     """Raises the named error behind ``error``."""
+    try:
+        native.raise_kernel_failure(error)
+    except errors.GroupClosed:
+        group._check_open("moe_a2a.combine")
+        raise
     group._check_open("moe_a2a.combine")
-    wrong_y = _wrong_tensor(y=y)
-    wrong = wrong_y or _wrong_tensor(topk_weights=topk_weights)
+    wrong_weights = "" if _wrong_tensor(y=y) else _wrong_tensor(topk_weights=topk_weights)
+    wrong = _wrong_tensor(y=y) or wrong_weights
     reason = f"moe_a2a.combine: on rank {group.rank}, {wrong or error}"
     tell_peers = None
-    if wrong and not wrong_y:
+    if wrong_weights:
         # Only this rank's sum can't be made; the rows that others wait for are good. Weights that can't fit stop the call
         # right after they have gone out.
-        unfit = torch.empty(0)
         with contextlib.suppress(RuntimeError, ValueError):
-            _combine_impl(y, handle.meta, unfit, handle.num_tokens, group.name)
-    elif wrong_y and group._exchange is not None:
+            _combine_impl(y, handle.meta, torch.empty(0), handle.num_tokens, group.name)
+    elif group._exchange is not None:
         with contextlib.suppress(errors.MoeA2AError):
             group._exchange.combine(y, handle.meta, None)
-    elif wrong_y:
+    else:
         tell_peers = native.refuse_combine(group.name, handle.meta)
     native.raise_failure(error, reason, tell_peers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import operator
 import os
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -344,47 +345,74 @@ class EPGroup:
             )
             if opened.failures:
                 # The server's name is gathered by ranks that need none, too: each serves those who couldn't open it.
-                server = stack.enter_context(WindowServer(window))
-                servers = meeting.gather(server.address)
+                served = meeting.attempt(lambda: stack.enter_context(WindowServer(window)).address)
+                if served.failures:
+                    return served.why
+                servers = meeting.gather(served.value)
                 opened = meeting.attempt(
-                    lambda: open_peers(lambda peer, address: open_by_socket(address, servers[peer]))
+                    lambda: open_peers(lambda peer, address: open_by_socket(address, str(servers[peer])))
                 )
                 if opened.failures:
                     return opened.why
 
             mapped: dict[int, native.MappedWindow] = {}
+            pidfds: dict[int, int] = {}
 
-            def map_all() -> None:
+            def let_go() -> None:
+                """Unless a group has taken them over."""
+                for mapping in mapped.values():
+                    mapping.unmap()
+                for fd in pidfds.values():
+                    if fd >= 0:
+                        os.close(fd)
+
+            stack.callback(lambda: let_go())
+
+            def map_own() -> None:
                 mapped[self.rank] = native.map_window(window.fd, window.size, fill=True)
 
             def map_peers() -> None:
                 for peer, fd in fds.items():
                     mapped[peer] = native.map_window(fd, window.size, fill=False)
 
+            def watch_peers() -> None:
+                for peer, pid in pids.items():
+                    pidfds[peer] = _pidfd(pid)
+
+            def make_group() -> None:
+                nonlocal let_go
+                native.create_group(
+                    self.name,
+                    self.layout,
+                    self.rank,
+                    cpu_tiling(self.world_size),
+                    [mapped[peer] for peer in range(self.world_size)],
+                    [pidfds.get(peer, -1) for peer in range(self.world_size)],
+                    int(config.timeout * 1e9),
+                    int(config.warmup_timeout * 1e9),
+                    config.first_epoch,
+                )
+                # Also at interpreter exit, so that peers hear of it at once.
+                self._finalizer = weakref.finalize(self, native.close_group, self.name)
+                let_go = _nothing
+
             # First every rank fills its own window, then the others map it: pages that exist as huge ones are mapped as such.
-            for step in (map_all, map_peers):
+            for step in (map_own, map_peers, watch_peers, make_group):
                 done = meeting.attempt(step)
                 if done.failures:
-                    for mapping in mapped.values():
-                        mapping.unmap()
-                    raise errors.OutOfMemory(f"moe_a2a.EPGroup: mapping the windows failed: {done.why}")
-            pidfds = [_pidfd(pids.get(peer, 0)) for peer in range(self.world_size)]
-            native.create_group(
-                self.name,
-                self.layout,
-                self.rank,
-                cpu_tiling(self.world_size),
-                [mapped[peer] for peer in range(self.world_size)],
-                pidfds,
-                int(config.timeout * 1e9),
-                int(config.warmup_timeout * 1e9),
-                config.first_epoch,
-            )
+                    if hasattr(self, "_finalizer"):
+                        self._finalizer()
+                    memory = all(
+                        "OSError" in failure or "MemoryError" in failure for failure in done.failures
+                    )
+                    kind = (
+                        errors.OutOfMemory
+                        if memory and step in (map_own, map_peers)
+                        else errors.TransportUnavailable
+                    )
+                    raise kind(f"moe_a2a.EPGroup: setting the windows up failed: {done.why}")
             self._window = mapped[self.rank]
             self._windows = [mapped[peer] for peer in range(self.world_size)]
-            # Also at interpreter exit, so that peers hear of it at once.
-            self._finalizer = weakref.finalize(self, native.close_group, self.name)
-            meeting.gather(None)  # nobody closes descriptors or the server before all have mapped
         return None
 
     # ------------------------------------------------------------------------------------------------- using it
@@ -419,7 +447,7 @@ class EPGroup:
                 f"moe_a2a.EPGroup.empty: dtype = {dtype}; expected one of {_names(DTYPE_CODES)}"
             )
         if self._exchange is not None:
-            return torch.empty(num_tokens, hidden, dtype=dtype)
+            return torch.empty(num_tokens, hidden, dtype=dtype, device="cpu")
         try:
             return torch.ops.moe_a2a.window_x.default(num_tokens, hidden, code, self.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -439,7 +467,9 @@ class EPGroup:
         if self._exchange is not None:
             return {}
         stats = native.group_stats(self.name)
-        matrix = torch.tensor(stats.matrix, dtype=torch.int32).view(self.world_size, self.num_experts)
+        matrix = torch.tensor(stats.matrix, dtype=torch.int32, device="cpu").view(
+            self.world_size, self.num_experts
+        )
         return {
             "epoch": stats.epoch,
             "dispatches": stats.dispatches,
@@ -518,6 +548,14 @@ class EPGroup:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} can't be pickled: it is windows mapped into this process. Make an EPGroup in the other process"
+        )
+
+    def __deepcopy__(self, memo: Any) -> EPGroup:
+        return self  # a model that holds its group is copied with the same one
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.transport.name
         return (
@@ -536,14 +574,20 @@ def _names(dtypes: dict[torch.dtype, int]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def _nothing() -> None:
+    """What is left to let go of once a group has taken it over."""
+
+
 def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where there is none."""
-    if pid <= 0:
+    """A descriptor that becomes readable when the process ends; -1 where the kernel has none (before 5.3) or can't see it."""
+    if pid <= 0 or not hasattr(os, "pidfd_open"):
         return -1
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return -1
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return -1
+        raise  # no descriptors left, say: a rank that can't see deaths must not look like one that can
 
 
 def _check_arguments(

@@ -127,6 +127,18 @@ def group_stats(name: str) -> GroupStats:
     )
 
 
+def raise_kernel_failure(error: Exception) -> None:
+    """Raises the named error of a failure in the kernels; returns if ``error`` came from elsewhere."""
+    failure = lib.take_failure()
+    if failure is None or failure[1] not in str(error):
+        return
+    number, text = failure
+    if number == INTERRUPTED:
+        interrupt = lib.take_interrupt()
+        raise (interrupt if interrupt is not None else KeyboardInterrupt(text)) from None
+    raise FAILURE_KINDS[number](text) from None
+
+
 def raise_failure(
     error: Exception, reason: str = "", tell_peers: Callable[[int, str], None] | None = None
 ) -> NoReturn:
@@ -140,20 +152,15 @@ def raise_failure(
         reason: what is wrong with the arguments, for an exception that says it in torch's words.
         tell_peers: ``abort_call`` or ``refuse_combine`` of the group; None when nobody waits for this call.
     """
-    failure = lib.take_failure()
-    if failure is not None and failure[1] in str(error):
-        number, text = failure
-        if number == INTERRUPTED:
-            interrupt = lib.take_interrupt()
-            raise (interrupt if interrupt is not None else KeyboardInterrupt(text)) from None
-        raise FAILURE_KINDS[number](text) from None
+    raise_kernel_failure(error)
     if not reason:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
     kind = BadValue if isinstance(error, ValueError) else BadType
     if tell_peers is not None:
         try:
-            tell_peers(_NUMBERS[kind], reason)
+            # The text goes to C and to other processes.
+            tell_peers(_NUMBERS[kind], reason.encode(errors="replace").decode().replace("\0", "?"))
         except RuntimeError as lost:
             raise_failure(lost)
     # What torch, or a Python check, says about an argument.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,8 +214,9 @@ def test_one_rank_by_mistake_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_sizes_may_be_numpy_integers() -> None:
-    eight = np.int64(8)
-    with moe_a2a.EPGroup(num_experts=eight, top_k=np.int32(2), max_tokens=eight, hidden_size=eight) as group:
+    eight: Any = np.int64(8)
+    two: Any = np.int32(2)
+    with moe_a2a.EPGroup(num_experts=eight, top_k=two, max_tokens=eight, hidden_size=eight) as group:
         assert type(group.num_experts) is int and group.num_experts == 8
     for wrong in (True, 2.0, "2"):
         with pytest.raises(moe_a2a.errors.BadType, match="num_experts"):

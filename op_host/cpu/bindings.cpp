@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -94,12 +96,13 @@ Tensor wrap(void* data, int64_t dims, const int64_t* sizes, const int64_t* strid
 
 Tensor new_output(std::initializer_list<int64_t> sizes, ScalarType type, int64_t bytes_per_item) {
   int64_t strides[2] = {1, 1};
-  int64_t items = 1;
-  for (int64_t size : sizes) items *= size;
+  int64_t bytes = bytes_per_item;
+  for (int64_t size : sizes)
+    if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::bad_alloc();
   if (sizes.size() == 2) strides[0] = std::max<int64_t>(*(sizes.begin() + 1), 1);
   if (torch_from_blob == nullptr)
     return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
-  void* block = pool_take(static_cast<size_t>(items * bytes_per_item));
+  void* block = pool_take(static_cast<size_t>(bytes));
   try {
     return wrap(block, static_cast<int64_t>(sizes.size()), sizes.begin(), strides, type,
                 [](void* data, void*) { pool_give(data); }, nullptr);
@@ -202,20 +205,28 @@ void describe(const Group& group, const Tensor& x, const Tensor& idx, const std:
   if (weights.has_value()) input->weights = weights_view(*weights);
 }
 
-Tensor with_packed_columns(const Tensor& tensor) {
-  const bool packed = tensor.dim() != 2 || tensor.size(1) <= 1 || tensor.stride(1) == 1;
-  return packed ? tensor : torch::stable::contiguous(tensor);
+// The tensor, or a copy whose columns lie side by side. `bad` says why there is none.
+Tensor with_packed_columns(const char* operation, const char* name, const Tensor& tensor, int64_t rank, std::string* bad) {
+  if (tensor.dim() != 2 || tensor.size(1) <= 1 || tensor.stride(1) == 1) return tensor;
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {
+    *bad = say("%s: no memory on rank %ld for a copy of %s %s whose columns lie side by side", operation, rank, name,
+               shape(tensor).c_str());
+    return tensor;
+  }
 }
 
 std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights,
                                                 std::string group_name, int64_t tag) {
   return guarded([&] {
     const auto group = find_group(group_name);
-    const Tensor rows = with_packed_columns(x);
-    const auto lock = group->lock();
+    const Group::Call call(*group, DISPATCH);
     Group::DispatchInput input;
     input.tag = tag;
-    describe(*group, rows, topk_idx, topk_weights, &input);
+    const Tensor rows = with_packed_columns(DISPATCH, "x", x, group->rank(), &input.bad);
+    if (input.bad.empty()) describe(*group, rows, topk_idx, topk_weights, &input);
+    else input.bad_kind = FailureKind::OUT_OF_MEMORY;
     if (rows.get() != x.get()) group->count_repacked(true, input.x.rows * input.x.row_bytes);
     const auto plan = group->begin_dispatch(input);
     try {
@@ -238,8 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::
 Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, std::string group_name) {
   return guarded([&] {
     const auto group = find_group(group_name);
-    const Tensor rows = with_packed_columns(y);
-    const auto lock = group->lock();
+    const Group::Call call(*group, COMBINE);
     if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
       throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", COMBINE,
                                                group->rank()));
@@ -251,8 +261,11 @@ Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, 
     const int64_t received = input.handle[handle_word::ROWS], rank = group->rank();
     const Layout& layout = group->layout();
 
+    const Tensor rows = with_packed_columns(COMBINE, "y", y, rank, &input.bad_y);
     input.dtype = dtype_of(rows);
-    if (input.dtype == Dtype::NONE) {
+    if (!input.bad_y.empty()) {
+      input.bad_kind = FailureKind::OUT_OF_MEMORY;
+    } else if (input.dtype == Dtype::NONE) {
       input.bad_kind = FailureKind::BAD_TYPE;
       input.bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", COMBINE,
                         type_name(rows).c_str(), rank);
@@ -267,17 +280,22 @@ Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, 
       input.y = {static_cast<const char*>(rows.const_data_ptr()), received, input.hidden * itemsize(input.dtype),
                  rows.stride(0) * itemsize(input.dtype)};
     }
-    if (topk_weights.has_value()) {
-      FailureKind kind = FailureKind::BAD_VALUE;
-      input.bad_weights = check_weights(COMBINE, *topk_weights, tokens, top_k, rank, &kind);
-      if (input.bad_weights.empty()) input.weights = weights_view(*topk_weights);
-      else if (input.bad_y.empty()) input.bad_kind = kind;
+    if (topk_weights.has_value() && input.bad_y.empty()) {
+      input.bad_sum = check_weights(COMBINE, *topk_weights, tokens, top_k, rank, &input.bad_kind);
+      if (input.bad_sum.empty()) input.weights = weights_view(*topk_weights);
     }
     if (rows.get() != y.get()) group->count_repacked(false, input.y.rows * input.y.row_bytes);
-    Tensor out = input.bad_y.empty() ? new_output({tokens, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype))
-                                     : new_output({0, 0}, ScalarType::Float, 4);
-    group->combine(input, static_cast<char*>(out.mutable_data_ptr()));
-    return out;
+    std::optional<Tensor> out;
+    if (input.bad_y.empty() && input.bad_sum.empty()) {
+      try {
+        out = new_output({tokens, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype));
+      } catch (const std::bad_alloc&) {
+        input.bad_kind = FailureKind::OUT_OF_MEMORY;
+        input.bad_sum = say("%s: no memory on rank %ld for the output [%ld, %ld]", COMBINE, rank, tokens, input.hidden);
+      }
+    }
+    group->combine(input, out.has_value() ? static_cast<char*>(out->mutable_data_ptr()) : nullptr);
+    return *out;
   });
 }
 
@@ -285,7 +303,8 @@ std::tuple<Tensor, Tensor> send_counts_op(Tensor topk_idx, int64_t num_experts) 
   return guarded([&] {
     constexpr const char* operation = "moe_a2a.send_counts";
     FailureKind kind = FailureKind::BAD_VALUE;
-    if (num_experts < 1) throw Failure(kind, say("%s: num_experts = %ld; expected at least 1", operation, num_experts));
+    if (num_experts < 1 || num_experts > std::numeric_limits<int32_t>::max())
+      throw Failure(kind, say("%s: num_experts = %ld; expected 1 to 2**31 - 1", operation, num_experts));
     const std::string bad = check_topk_idx(operation, topk_idx, -1, &kind);
     if (!bad.empty()) throw Failure(kind, bad);
     const TopkIdx idx = topk_idx_view(topk_idx);
@@ -308,46 +327,64 @@ void require_deleter(const char* operation) {
     throw Failure(FailureKind::TRANSPORT_UNAVAILABLE, say("%s: needs torch 2.11 or newer", operation));
 }
 
+// Rows for the window: how wide they may be is checked before anything is multiplied.
+int64_t row_width(const char* operation, const Group& group, int64_t hidden, int64_t dtype_code) {
+  const auto dtype = static_cast<Dtype>(dtype_code);
+  if (dtype_code < 1 || dtype_code > 4)
+    throw Failure(FailureKind::BAD_TYPE, say("%s: dtype code %ld on rank %ld; expected 1 to 4", operation, dtype_code, group.rank()));
+  const int64_t most = group.layout()[ROW_BYTES] / itemsize(dtype);
+  if (hidden < 1 || hidden > most)
+    throw Failure(FailureKind::BAD_VALUE, say("%s: hidden = %ld x %s on rank %ld; the group's rows have %ld bytes, room for 1 to %ld",
+                                              operation, hidden, dtype_name(dtype), group.rank(), group.layout()[ROW_BYTES], most));
+  return hidden * itemsize(dtype);
+}
+
+// What a window tensor holds on to. The slot goes back when the tensor dies, or when it couldn't be made.
 struct StageOwner {
   std::shared_ptr<Group> group;
   std::shared_ptr<Mapping> window;
-  int64_t slot;
+  int64_t slot = -1;
+  ~StageOwner() {
+    if (slot >= 0) group->release_stage(slot);
+  }
 };
+
+Tensor wrap_window(char* data, int64_t tokens, int64_t hidden, Dtype dtype, std::unique_ptr<StageOwner> owner) {
+  const int64_t stride = owner->group->layout().row_stride(hidden * itemsize(dtype)) / itemsize(dtype);
+  const int64_t sizes[2] = {tokens, hidden}, strides[2] = {stride, 1};
+  Tensor tensor = wrap(data, 2, sizes, strides, scalar_type(dtype),
+                       [](void*, void* context) { delete static_cast<StageOwner*>(context); }, owner.get());
+  owner.release();
+  return tensor;
+}
 
 // [tokens, hidden] in a free x slot of the window.
 Tensor window_x(int64_t tokens, int64_t hidden, int64_t dtype_code, std::string group_name) {
   return guarded([&] {
-    require_deleter("moe_a2a.EPGroup.empty");
-    const auto group = find_group(group_name);
-    const auto dtype = static_cast<Dtype>(dtype_code);
-    int64_t slot = 0;
-    char* data = group->take_stage(tokens, hidden * itemsize(dtype), &slot);
-    auto* owner = new StageOwner{group, group->own_window(), slot};
-    const int64_t sizes[2] = {tokens, hidden};
-    const int64_t strides[2] = {group->layout().row_stride(hidden * itemsize(dtype)) / itemsize(dtype), 1};
-    return wrap(data, 2, sizes, strides, scalar_type(dtype),
-                [](void*, void* context) {
-                  auto* held = static_cast<StageOwner*>(context);
-                  held->group->release_stage(held->slot);
-                  delete held;
-                },
-                owner);
+    constexpr const char* operation = "moe_a2a.EPGroup.empty";
+    require_deleter(operation);
+    auto owner = std::make_unique<StageOwner>();
+    owner->group = find_group(group_name);
+    const int64_t width = row_width(operation, *owner->group, hidden, dtype_code);
+    char* data = owner->group->take_stage(tokens, width, &owner->slot, &owner->window);
+    return wrap_window(data, tokens, hidden, static_cast<Dtype>(dtype_code), std::move(owner));
   });
 }
 
 // [N, hidden] in the y slot of a handle.
 Tensor window_y(Tensor handle, int64_t hidden, int64_t dtype_code, std::string group_name) {
   return guarded([&] {
-    require_deleter("moe_a2a.Dispatched.empty_like_rows");
-    const auto group = find_group(group_name);
-    const auto dtype = static_cast<Dtype>(dtype_code);
+    constexpr const char* operation = "moe_a2a.Dispatched.empty_like_rows";
+    require_deleter(operation);
+    auto owner = std::make_unique<StageOwner>();
+    owner->group = find_group(group_name);
+    const int64_t width = row_width(operation, *owner->group, hidden, dtype_code);
+    if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+      throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", operation,
+                                               owner->group->rank()));
     const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
-    char* data = group->rows_at(words, handle.size(0), hidden * itemsize(dtype));
-    auto* window = new std::shared_ptr<Mapping>(group->own_window());
-    const int64_t sizes[2] = {words[handle_word::ROWS], hidden};
-    const int64_t strides[2] = {group->layout().row_stride(hidden * itemsize(dtype)) / itemsize(dtype), 1};
-    return wrap(data, 2, sizes, strides, scalar_type(dtype),
-                [](void*, void* context) { delete static_cast<std::shared_ptr<Mapping>*>(context); }, window);
+    char* data = owner->group->rows_at(words, handle.size(0), width, &owner->window);
+    return wrap_window(data, words[handle_word::ROWS], hidden, static_cast<Dtype>(dtype_code), std::move(owner));
   });
 }
 

@@ -22,6 +22,7 @@ enum class FailureKind : int {
   OUT_OF_MEMORY = 11,
   TRANSPORT_UNAVAILABLE = 12,
   WINDOW_BUSY = 13,
+  GROUP_BUSY = 14,
   INTERRUPTED = 99,
 };
 

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <unordered_map>
@@ -43,6 +44,27 @@ constexpr const char* REMEDY = "The group is poisoned: close it and make a new o
 
 }  // namespace
 
+namespace {
+
+// Do `rows` rows of `row_bytes`, the first at `offset`, lie in begin..end?
+bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t row_bytes, int64_t begin, int64_t end) {
+  if (rows == 0) return true;
+  if (row_bytes < 0 || offset < begin || offset > end) return false;
+  if (rows == 1) return offset + row_bytes <= end;  // its stride means nothing
+  return stride >= 0 && stride <= end && offset + (rows - 1) * stride + row_bytes <= end;
+}
+
+}  // namespace
+
+namespace {
+// Held for moments; a fork waits for it, so that the child doesn't inherit it locked.
+std::mutex registry_mutex;
+std::unordered_map<std::string, std::shared_ptr<Group>>& registry() {
+  static auto* groups = new std::unordered_map<std::string, std::shared_ptr<Group>>;
+  return *groups;
+}
+}  // namespace
+
 Mapping::~Mapping() { munmap(address, static_cast<size_t>(bytes)); }
 
 Group::Group(std::string name, const Layout& layout, int64_t rank, const Tiling& tiling,
@@ -65,7 +87,13 @@ Group::Group(std::string name, const Layout& layout, int64_t rank, const Tiling&
       epoch_(first_epoch - 1),
       drained_(first_epoch - 1) {
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); }); });
+  std::call_once(once, [] {
+    pthread_atfork([] { registry_mutex.lock(); }, [] { registry_mutex.unlock(); },
+                   [] {
+                     registry_mutex.unlock();
+                     forks.fetch_add(1);
+                   });
+  });
   const auto ranks = static_cast<size_t>(layout[WORLD_SIZE]);
   const auto experts = static_cast<size_t>(layout[NUM_EXPERTS]);
   handles_.resize(static_cast<size_t>(layout[SLOTS]));
@@ -96,20 +124,55 @@ Group::~Group() {
     if (fd >= 0) ::close(fd);
 }
 
-std::unique_lock<std::mutex> Group::lock() { return std::unique_lock(mutex_); }
-
-void Group::enter(const char* operation) const {
+void Group::check_fork(const char* operation) const {
   if (fork_count_ != forks.load(std::memory_order_relaxed))
     throw Failure(FailureKind::GROUP_CLOSED,
                   say("%s: group %s was made before this process forked and belongs to the parent; make an EPGroup in the "
                       "child",
                       operation, name_.c_str()));
-  if (closed_)
+}
+
+void Group::enter(const char* operation) const {
+  check_fork(operation);
+  if (closed_ || closing_)
     throw Failure(FailureKind::GROUP_CLOSED,
                   say("%s: group %s on rank %ld is closed; make a new EPGroup", operation, name_.c_str(), rank_));
   if (poisoned_)
     throw Failure(FailureKind::GROUP_POISONED, say("%s: group %s on rank %ld takes no further calls after: %s", operation,
                                                    name_.c_str(), rank_, poison_text_.c_str()));
+}
+
+Group::Call::Call(Group& group, const char* operation) : group_(group) {
+  // First of all: in a forked child the thread that would end the call doesn't exist.
+  group.check_fork(operation);
+  std::unique_lock lock(group.call_mutex_);
+  if (group.busy_ && group.holder_ == std::this_thread::get_id())
+    throw Failure(FailureKind::GROUP_BUSY,
+                  say("%s: group %s on rank %ld is in the middle of a call of this very thread (a signal handler or a finaliser "
+                      "called it); only close() and stats() can be used there",
+                      operation, group.name_.c_str(), group.rank_));
+  while (group.busy_) {
+    group.call_ended_.wait_for(lock, std::chrono::milliseconds(50));
+    if (!group.busy_) break;
+    lock.unlock();  // a handler may want the lock
+    if (interrupted())
+      throw Failure(FailureKind::INTERRUPTED, say("%s: interrupted by a signal while another thread's call on group %s was under "
+                                                  "way; nothing was sent",
+                                                  operation, group.name_.c_str()));
+    lock.lock();
+  }
+  group.busy_ = true;
+  group.holder_ = std::this_thread::get_id();
+}
+
+Group::Call::~Call() {
+  // close() that came meanwhile couldn't let go of the windows under this call.
+  if (group_.closing_ && !group_.closed_) group_.leave_windows();
+  {
+    std::lock_guard lock(group_.call_mutex_);
+    group_.busy_ = false;
+  }
+  group_.call_ended_.notify_all();
 }
 
 // ---------------------------------------------------------------------------------------------------------- waiting
@@ -121,10 +184,14 @@ std::string Group::last_seen(int64_t peer) const {
 }
 
 void Group::lose(const Loss& loss, uint64_t epoch, phase::Phase where) {
+  if (loss.kind == FailureKind::GROUP_CLOSED) throw Failure(loss.kind, loss.text);  // peers will read LEFT
   for (int64_t peer : all_peers_)
     write_status(layout_, window(peer), rank_, status::POISON, static_cast<int32_t>(loss.kind), loss.who, epoch, where);
-  poisoned_ = true;
-  poison_text_ = loss.text;
+  {
+    std::lock_guard guard(stage_mutex_);  // group.empty reads it from other threads
+    poison_text_ = loss.text;
+    poisoned_ = true;
+  }
   throw Failure(loss.kind, loss.text);
 }
 
@@ -134,6 +201,11 @@ std::optional<Group::Loss> Group::find_loss(const std::vector<int64_t>& missing,
     return Loss{FailureKind::INTERRUPTED, rank_,
                 say("%s, call %lu on rank %ld: interrupted by a signal while waiting for %s. %s", operation, epoch, rank_,
                     rank_list(missing).c_str(), REMEDY)};
+  if (closing_)
+    return Loss{FailureKind::GROUP_CLOSED, rank_,
+                say("%s, call %lu on rank %ld: the group was closed (by another thread or a signal handler) while this call waited "
+                    "for %s",
+                    operation, epoch, rank_, rank_list(missing).c_str())};
   // First who is gone, then who gave up: the second is often only a consequence of the first.
   for (int64_t peer : missing) {
     const StatusRead read = read_status(layout_, own(), peer);
@@ -194,8 +266,11 @@ void Group::await_peers(const std::vector<int64_t>& peers, uint64_t epoch, const
   start = now_ns();
   wait_until(tiling_.wait, done, [&](int64_t waited) {
     const auto loss = find_loss(missing_, epoch, operation, waited);
-    // A peer may have done its part and left, or ended, between the poll and the look at it: poll once more.
-    if (loss && !done()) lose(*loss, epoch, where);
+    if (!loss) return;
+    // A peer may have done its part and left, or ended, between the poll and the look at it: poll once more. What this process
+    // wants (a signal, a close) holds all the same.
+    const bool own_wish = loss->kind == FailureKind::INTERRUPTED || loss->kind == FailureKind::GROUP_CLOSED;
+    if (own_wish || !done()) lose(*loss, epoch, where);
   });
 }
 
@@ -228,17 +303,6 @@ void Group::clear_lap(uint64_t epoch) {
   for (int64_t owner = 0; owner < layout_[WORLD_SIZE]; ++owner)
     flags_.clear(own() + layout_.cell_at(epoch, owner) + layout_[CELL_CODE]);
 }
-
-namespace {
-
-// Do `rows` rows of `row_bytes`, the first at `offset`, lie in begin..end?
-bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t row_bytes, int64_t begin, int64_t end) {
-  if (rows == 0) return true;
-  return stride >= 0 && row_bytes >= 0 && offset >= begin && offset <= end && stride <= end &&
-         offset + (rows - 1) * stride + row_bytes <= end;
-}
-
-}  // namespace
 
 std::string Group::verify_call(uint64_t epoch, const CallHeader& mine) const {
   for (int64_t peer = 0; peer < layout_[WORLD_SIZE]; ++peer) {
@@ -288,41 +352,52 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   // A call that ended early left records of its peers unread; they must be here before this one may overwrite anything.
   if (drained_ < epoch_) await_records(epoch_, DISPATCH, true);
 
+  std::string bad = input.bad;
+  FailureKind bad_kind = input.bad_kind;
+  const auto pairs_here = static_cast<size_t>(input.idx.tokens * input.idx.top_k);
+  if (bad.empty() && slot_.size() < pairs_here) {
+    try {
+      slot_.resize(pairs_here);
+      expert_.resize(pairs_here);
+    } catch (const std::bad_alloc&) {
+      slot_.clear();
+      bad = say("%s: no memory on rank %ld to sort %zu pairs", DISPATCH, rank_, pairs_here);
+      bad_kind = FailureKind::OUT_OF_MEMORY;
+    }
+  }
+
   const uint64_t epoch = ++epoch_;
   const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS];
   Handle& handle = handles_[static_cast<size_t>(layout_.slot(epoch))];
   handle = {};
   progress(epoch, phase::DISPATCH_PACK);
 
-  std::string bad = input.bad;
   if (bad.empty()) {
-    const auto pairs = static_cast<size_t>(input.idx.tokens * input.idx.top_k);
-    if (slot_.size() < pairs) {
-      slot_.resize(pairs);
-      expert_.resize(pairs);
-    }
     const BadId id = send_counts(input.idx, experts, counts_.data(), slot_.data(), expert_.data());
     if (id.found)
       bad = say("%s: topk_idx[%ld, %ld] = %ld is outside -1..%ld on rank %ld (num_experts = %ld); ids must be global expert "
                 "ids, or -1 for no expert",
                 DISPATCH, id.token, id.k, id.value, experts - 1, rank_, experts);
+    if (id.found) bad_kind = FailureKind::BAD_VALUE;
   }
   clear_lap(epoch);
   if (!bad.empty()) {
     CallHeader header = new_header(epoch, kind::ABORT);
-    header.reason = static_cast<int32_t>(input.bad.empty() ? FailureKind::BAD_VALUE : input.bad_kind);
+    header.reason = static_cast<int32_t>(bad_kind);
     const std::string text = clip_text(bad, layout_[RECORD_PAYLOAD_BYTES]);
     publish(epoch, header, text.data(), static_cast<int64_t>(text.size()));
     progress(epoch, phase::IDLE);
-    throw Failure(static_cast<FailureKind>(header.reason), bad);
+    throw Failure(bad_kind, bad);
   }
 
   // x that lies in the window already is read where it is.
   const char* stage_begin = own() + layout_.x_at(layout_[SLOTS]);
   const char* stage_end = stage_begin + layout_[STAGE_SLOTS] * layout_[X_SLOT_STRIDE];
-  // A record has 32 bits for the stride; rows further apart than that are copied like any others.
+  // Only where the peers will find it so, too: a view that leaves its region, or whose rows are further apart than the record's
+  // 32 bits can say, is copied like any other tensor.
   const bool staged = input.x.rows > 0 && input.x.data >= stage_begin && input.x.data < stage_end &&
-                      input.x.stride <= std::numeric_limits<int32_t>::max();
+                      (input.x.rows == 1 || input.x.stride <= std::numeric_limits<int32_t>::max()) &&
+                      rows_fit(input.x.data - own(), input.x.stride, input.x.rows, input.x.row_bytes, layout_[X], layout_[Y]);
   char* list = own() + layout_.list_at(epoch);
   char* weight_list = own() + layout_.weight_at(epoch);
   const int64_t weight_bytes = itemsize(input.weights.dtype);
@@ -338,7 +413,7 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   header.tag = input.tag;
   if (staged) {
     header.x_offset = input.x.data - own();
-    header.x_stride = input.x.stride;
+    header.x_stride = input.x.rows == 1 ? input.x.row_bytes : input.x.stride;
     std::lock_guard guard(stage_mutex_);
     stages_[static_cast<size_t>((input.x.data - stage_begin) / layout_[X_SLOT_STRIDE])].used_in = epoch;
   } else {
@@ -494,10 +569,20 @@ void Group::check_handle(const int64_t* handle, int64_t words) const {
     throw Failure(FailureKind::BAD_VALUE,
                   say("%s: handle on rank %ld isn't one that moe_a2a.dispatch returned", COMBINE, rank_));
   if (handle[w::GENERATION] != layout_[GENERATION] || handle[w::WORLD_SIZE] != layout_[WORLD_SIZE] ||
-      handle[w::NUM_EXPERTS] != layout_[NUM_EXPERTS] || handle[w::RANK] != rank_ || handle[w::GROUP] != group_id_ ||
-      words < handle[w::ROW] + (handle[w::TOKENS] * handle[w::TOP_K] + 1) / 2)
+      handle[w::NUM_EXPERTS] != layout_[NUM_EXPERTS] || handle[w::RANK] != rank_ || handle[w::GROUP] != group_id_)
     throw Failure(FailureKind::BAD_VALUE, say("%s: handle on rank %ld belongs to another group than %s", COMBINE, rank_,
                                               name_.c_str()));
+  // It is a tensor, and tensors can be written to: nothing in it may lead outside of it.
+  const int64_t tokens = handle[w::TOKENS], top_k = handle[w::TOP_K], rows = handle[w::ROWS];
+  const bool sane = tokens >= 0 && tokens <= layout_[MAX_TOKENS] && top_k >= 0 && top_k <= layout_[TOP_K] && rows >= 0 &&
+                    rows <= layout_[RECV_ROWS];
+  const auto int32s = [](int64_t count) { return (count + 1) / 2; };
+  const int64_t local = local_end_ - local_begin_, matrix = HANDLE_HEADER_WORDS + local + int32s(local + 1);
+  const int64_t expert = matrix + int32s(layout_[WORLD_SIZE] * layout_[NUM_EXPERTS]);
+  if (!sane || handle[w::MATRIX] != matrix || handle[w::EXPERT] != expert ||
+      handle[w::ROW] != expert + int32s(tokens * top_k) || words != handle[w::ROW] + int32s(tokens * top_k))
+    throw Failure(FailureKind::BAD_VALUE, say("%s: the handle on rank %ld was written to after dispatch returned it", COMBINE,
+                                              rank_));
   const auto epoch = static_cast<uint64_t>(handle[w::EPOCH]);
   const Handle& state = handles_[static_cast<size_t>(layout_.slot(epoch))];
   if (state.epoch != epoch || epoch > epoch_ || epoch_ - epoch >= static_cast<uint64_t>(layout_[SLOTS]))
@@ -531,8 +616,10 @@ void Group::combine(const CombineInput& input, char* out) {
   const char* slot_begin = own() + layout_.y_at(epoch);
   const bool in_window = input.y.rows > 0 && input.y.data >= slot_begin &&
                          input.y.data < slot_begin + layout_[Y_SLOT_STRIDE] &&
-                         input.y.stride <= std::numeric_limits<int32_t>::max();
-  const int64_t stride = in_window ? input.y.stride : layout_.row_stride(input.y.row_bytes);
+                         (input.y.rows == 1 || input.y.stride <= std::numeric_limits<int32_t>::max()) &&
+                         rows_fit(input.y.data - own(), input.y.stride, input.y.rows, input.y.row_bytes, layout_[Y],
+                                  layout_[TOTAL_BYTES]);
+  const int64_t stride = in_window ? (input.y.rows == 1 ? input.y.row_bytes : input.y.stride) : layout_.row_stride(input.y.row_bytes);
   const int64_t offset = in_window ? input.y.data - own() : layout_.y_at(epoch);
   for (int64_t source : all_peers_) {
     if (rows_from(source, rank_) == 0) continue;
@@ -561,9 +648,9 @@ void Group::combine(const CombineInput& input, char* out) {
     progress(epoch, phase::IDLE);
     throw Failure(input.bad_kind, input.bad_y);
   }
-  if (!input.bad_weights.empty()) {
+  if (!input.bad_sum.empty()) {
     progress(epoch, phase::IDLE);
-    throw Failure(input.bad_kind, input.bad_weights);
+    throw Failure(input.bad_kind, input.bad_sum);
   }
 
   // The source's half: wait only for owners that hold rows of this rank, then sum.
@@ -613,13 +700,27 @@ void Group::combine(const CombineInput& input, char* out) {
   }
   owners_[static_cast<size_t>(rank_)] = {input.y.data, input.y.stride};
   const int64_t tokens = handle[hw::TOKENS], top_k = handle[hw::TOP_K];
+  const auto* expert = reinterpret_cast<const int32_t*>(handle + handle[hw::EXPERT]);
+  const auto* row = reinterpret_cast<const int32_t*>(handle + handle[hw::ROW]);
+  received_.resize(static_cast<size_t>(ranks));
+  for (int64_t owner = 0; owner < ranks; ++owner) {
+    int64_t total = 0;
+    for (int64_t source = 0; source < ranks; ++source) total += rows_from(source, owner);
+    received_[static_cast<size_t>(owner)] = rows_from(rank_, owner) > 0 ? total : 0;
+  }
+  for (int64_t pair = 0; pair < tokens * top_k; ++pair) {
+    if (expert[pair] < 0) continue;
+    if (expert[pair] >= experts || row[pair] < 0 ||
+        row[pair] >= received_[static_cast<size_t>(owner_of_[static_cast<size_t>(expert[pair])])])
+      throw Failure(FailureKind::BAD_VALUE, say("%s: the handle of call %lu on rank %ld was written to after dispatch returned it",
+                                                COMBINE, epoch, rank_));
+  }
   if (term_rows_.size() < static_cast<size_t>(top_k)) {
     term_rows_.resize(static_cast<size_t>(top_k));
     term_weights_.resize(static_cast<size_t>(top_k));
   }
   sum_tokens(kernels_, input.dtype, tokens, top_k, input.hidden,
-             reinterpret_cast<const int32_t*>(handle + handle[hw::EXPERT]),
-             reinterpret_cast<const int32_t*>(handle + handle[hw::ROW]), owner_of_.data(), owners_.data(), input.weights,
+             expert, row, owner_of_.data(), owners_.data(), input.weights,
              term_rows_.data(), term_weights_.data(), out);
   counters_.combine_out_bytes += tokens * input.hidden * itemsize(input.dtype);
   ++counters_.combines;
@@ -628,15 +729,15 @@ void Group::combine(const CombineInput& input, char* out) {
 
 // -------------------------------------------------------------------------------------------------- tensors in the window
 
-char* Group::take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot) {
-  const auto guard_calls = lock();
+char* Group::take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot, std::shared_ptr<Mapping>* window) {
+  check_fork("moe_a2a.EPGroup.empty");
+  std::lock_guard guard(stage_mutex_);
   enter("moe_a2a.EPGroup.empty");
   if (tokens < 0 || tokens > layout_[MAX_TOKENS] || row_bytes > layout_[ROW_BYTES])
     throw Failure(FailureKind::BAD_VALUE,
                   say("moe_a2a.EPGroup.empty: %ld rows of %ld bytes on rank %ld don't fit the group's max_tokens = %ld rows of "
                       "%ld bytes",
                       tokens, row_bytes, rank_, layout_[MAX_TOKENS], layout_[ROW_BYTES]));
-  std::lock_guard guard(stage_mutex_);
   int64_t held = 0, read = 0;
   for (size_t i = 0; i < stages_.size(); ++i) {
     // Peers may read x of call n until their record n + 1 is here.
@@ -644,6 +745,7 @@ char* Group::take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot) {
     if (!stages_[i].held && !being_read) {
       stages_[i] = {true, 0};
       *slot = static_cast<int64_t>(i);
+      *window = windows_[static_cast<size_t>(rank_)];
       return own() + layout_.x_at(layout_[SLOTS] + *slot);
     }
     stages_[i].held ? ++held : ++read;
@@ -660,13 +762,14 @@ void Group::release_stage(int64_t slot) {
   stages_[static_cast<size_t>(slot)].held = false;
 }
 
-char* Group::rows_at(const int64_t* handle, int64_t words, int64_t row_bytes) {
-  const auto guard = lock();
+char* Group::rows_at(const int64_t* handle, int64_t words, int64_t row_bytes, std::shared_ptr<Mapping>* window) {
+  const Call call(*this, "moe_a2a.Dispatched.empty_like_rows");
   check_handle(handle, words);
   if (row_bytes > layout_[ROW_BYTES])
     throw Failure(FailureKind::BAD_VALUE,
                   say("moe_a2a.Dispatched.empty_like_rows: rows of %ld bytes on rank %ld are wider than the group's %ld",
                       row_bytes, rank_, layout_[ROW_BYTES]));
+  *window = windows_[static_cast<size_t>(rank_)];
   return own() + layout_.y_at(static_cast<uint64_t>(handle[handle_word::EPOCH]));
 }
 
@@ -683,23 +786,24 @@ void Group::give_up(uint64_t epoch, const std::string& text) {
 }
 
 void Group::close() {
-  const auto guard = lock();
-  if (closed_) return;
+  if (fork_count_ != forks.load()) return;  // the parent's windows: not ours to write to, and its threads aren't here
+  closing_ = true;
+  std::unique_lock lock(call_mutex_);
+  // Below a signal handler of this thread: the call it interrupted ends and lets go of the windows.
+  if (busy_ && holder_ == std::this_thread::get_id()) return;
+  // Another thread's call looks at closing_ every few milliseconds while it waits.
+  while (busy_) call_ended_.wait_for(lock, std::chrono::milliseconds(50));
+  if (!closed_) leave_windows();
+}
+
+void Group::leave_windows() {
   closed_ = true;
-  if (fork_count_ != forks.load()) return;  // the parent's windows: not ours to write to
   if (!poisoned_)
     for (int64_t peer : all_peers_)
       write_status(layout_, window(peer), rank_, status::LEFT, 0, -1, epoch_, phase::IDLE);
+  std::lock_guard guard(stage_mutex_);
   for (auto& window : windows_) window.reset();  // tensors in the own window keep it mapped
 }
-
-namespace {
-std::mutex registry_mutex;
-std::unordered_map<std::string, std::shared_ptr<Group>>& registry() {
-  static auto* groups = new std::unordered_map<std::string, std::shared_ptr<Group>>;
-  return *groups;
-}
-}  // namespace
 
 void add_group(std::shared_ptr<Group> group) {
   std::lock_guard guard(registry_mutex);

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../../op_kernel/cpu/combine.h"
@@ -54,6 +56,19 @@ class Group {
         std::vector<int> pidfds, int64_t timeout_ns, int64_t warmup_ns, uint64_t first_epoch);
   ~Group();
 
+  // One call at a time: others wait for it, hearing signals. Not a mutex that is held during a call: signal handlers run inside
+  // waits, other threads close the group, and processes fork, all while a call is under way.
+  class Call {
+   public:
+    Call(Group& group, const char* operation);
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    Group& group_;
+  };
+
   // ---- dispatch, in two halves, since the size of the output is known only in the middle
   struct DispatchInput {
     std::string bad;         // why x, topk_idx or topk_weights can't be used; empty when they can
@@ -70,13 +85,12 @@ class Group {
     int64_t rows;          // N
     int64_t handle_words;  // of the handle tensor
   };
-  std::unique_lock<std::mutex> lock();
   DispatchPlan begin_dispatch(const DispatchInput& input);
   void finish_dispatch(const DispatchInput& input, const DispatchPlan& plan, char* out, char* out_weights, int64_t* handle);
 
   // ---- combine
   struct CombineInput {
-    std::string bad_y, bad_weights;
+    std::string bad_y, bad_sum;  // bad_sum: y is good and goes out, but this rank can't sum
     FailureKind bad_kind = FailureKind::BAD_VALUE;
     RowsView y{};
     Dtype dtype = Dtype::NONE;
@@ -85,16 +99,16 @@ class Group {
     int64_t handle_words = 0;
     Weights weights{};
   };
-  // Throws HandleExpired or GroupClosed before anything else. Call with the lock held.
+  // Throws HandleExpired or GroupClosed before anything else. Inside a Call, like everything up to here.
   void check_handle(const int64_t* handle, int64_t words) const;
   void combine(const CombineInput& input, char* out);
 
   // ---- tensors in the window
   // The address of a free x slot; release_stage gives it back when its tensor is gone.
-  char* take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot);
+  // The memory stays mapped while `window` is held, also after the group has closed.
+  char* take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot, std::shared_ptr<Mapping>* window);
   void release_stage(int64_t slot);
-  char* rows_at(const int64_t* handle, int64_t words, int64_t row_bytes);
-  std::shared_ptr<Mapping> own_window() const { return windows_[static_cast<size_t>(rank_)]; }
+  char* rows_at(const int64_t* handle, int64_t words, int64_t row_bytes, std::shared_ptr<Mapping>* window);
 
   // A tensor whose columns weren't packed was copied before it came here.
   void count_repacked(bool dispatch, int64_t bytes) {
@@ -106,14 +120,15 @@ class Group {
   void abort_call(FailureKind kind, const std::string& text);
   // For a failure of this rank alone in the middle of a call: the peers raise at once instead of waiting.
   void give_up(uint64_t epoch, const std::string& text);
+  // Ends a call that waits in another thread, or in this one below a signal handler; idempotent.
   void close();
-  bool usable() const { return !closed_ && !poisoned_; }
 
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
   int64_t rank() const { return rank_; }
   int64_t local_begin() const { return local_begin_; }
   int64_t local_end() const { return local_end_; }
+  // These may be a call apart from each other while a call is under way; nobody waits for it to see them.
   const Counters& counters() const { return counters_; }
   uint64_t epoch() const { return epoch_; }
   const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
@@ -127,6 +142,8 @@ class Group {
   };
 
   void enter(const char* operation) const;
+  void check_fork(const char* operation) const;
+  void leave_windows();
   void publish(uint64_t epoch, const CallHeader& header, const void* payload, int64_t payload_bytes);
   // Waits for the records of `epoch` of all peers. Throws PeerAborted at the first abort unless `drain`.
   void await_records(uint64_t epoch, const char* operation, bool drain);
@@ -161,14 +178,17 @@ class Group {
   const int fork_count_;
   const int64_t group_id_;  // marks handles as this group's
 
-  mutable std::mutex mutex_;
-  uint64_t epoch_;          // n, the number of dispatches started
-  uint64_t drained_;        // every peer's record was seen up to this call
-  bool closed_ = false, poisoned_ = false;
+  std::mutex call_mutex_;  // guards busy_ and holder_, held for moments only
+  std::condition_variable call_ended_;
+  bool busy_ = false;
+  std::thread::id holder_;
+  std::atomic<bool> closing_{false}, closed_{false}, poisoned_{false};
+  uint64_t epoch_;                  // n, the number of dispatches started
+  std::atomic<uint64_t> drained_;   // every peer's record was seen up to this call
   std::string poison_text_;
   std::vector<Handle> handles_;
   std::vector<bool> seen_;  // peers that have come at least once
-  std::mutex stage_mutex_;
+  std::mutex stage_mutex_;  // guards stages_ and the letting go of windows_
   struct Stage {
     bool held = false;
     uint64_t used_in = 0;
@@ -177,7 +197,7 @@ class Group {
 
   // Scratch that lives with the group so that a call allocates nothing.
   std::vector<int32_t> owner_of_, counts_, slot_, expert_, start_, matrix_, base_;
-  std::vector<int64_t> all_peers_, missing_;
+  std::vector<int64_t> all_peers_, missing_, received_;
   std::vector<Source> sources_;
   std::vector<Owner> owners_;
   std::vector<const void*> term_rows_;

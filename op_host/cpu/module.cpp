@@ -30,6 +30,7 @@ bool python_interrupted() {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != nullptr && value != nullptr) PyException_SetTraceback(value, traceback);
     Py_XDECREF(interrupt);
     interrupt = value;
     Py_XDECREF(type);
@@ -114,9 +115,13 @@ PyObject* py_create_group(PyObject*, PyObject* args) {
   std::vector<std::shared_ptr<Mapping>> windows;
   for (int64_t address : addresses)
     windows.push_back(std::make_shared<Mapping>(reinterpret_cast<char*>(address), layout[TOTAL_BYTES]));
-  add_group(std::make_shared<Group>(name, layout, rank, Tiling{{tiling[0], tiling[1], tiling[2]}, tiling[3]},
-                                    std::move(windows), std::vector<int>(pidfds.begin(), pidfds.end()), timeout_ns, warmup_ns,
-                                    first_epoch));
+  try {
+    add_group(std::make_shared<Group>(name, layout, rank, Tiling{{tiling[0], tiling[1], tiling[2]}, tiling[3]},
+                                      std::move(windows), std::vector<int>(pidfds.begin(), pidfds.end()), timeout_ns,
+                                      warmup_ns, first_epoch));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
   Py_RETURN_NONE;
 }
 
@@ -146,10 +151,12 @@ PyObject* py_abort_call(PyObject*, PyObject* args) {
   Py_BEGIN_ALLOW_THREADS
   try {
     const auto group = find_group(name);
-    const auto lock = group->lock();
+    const Group::Call call(*group, "moe_a2a.dispatch");
     group->abort_call(static_cast<FailureKind>(kind), text);
   } catch (const Failure& error) {
     failure = error;
+  } catch (const std::bad_alloc&) {
+    failure = Failure(FailureKind::OUT_OF_MEMORY, "moe_a2a: no memory");
   }
   Py_END_ALLOW_THREADS
   if (failure) return raise_failure(*failure);
@@ -167,7 +174,7 @@ PyObject* py_refuse_combine(PyObject*, PyObject* args) {
   Py_BEGIN_ALLOW_THREADS
   try {
     const auto group = find_group(name);
-    const auto lock = group->lock();
+    const Group::Call call(*group, "moe_a2a.combine");
     Group::CombineInput input;
     input.handle = handle.data();
     input.handle_words = static_cast<int64_t>(handle.size());
@@ -177,6 +184,8 @@ PyObject* py_refuse_combine(PyObject*, PyObject* args) {
     group->combine(input, nullptr);
   } catch (const Failure& error) {
     if (error.kind != static_cast<FailureKind>(kind)) failure = error;
+  } catch (const std::bad_alloc&) {
+    failure = Failure(FailureKind::OUT_OF_MEMORY, "moe_a2a: no memory");
   }
   Py_END_ALLOW_THREADS
   if (failure) return raise_failure(*failure);
@@ -209,20 +218,11 @@ PyObject* py_group_stats(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "s", &name)) return nullptr;
   try {
     const auto group = find_group(name);
-    Counters counters;
-    std::vector<int64_t> waited, rows;
-    std::vector<int32_t> matrix;
-    uint64_t epoch;
-    Py_BEGIN_ALLOW_THREADS
-    {
-      const auto lock = group->lock();
-      counters = group->counters();
-      waited = group->waited_ns();
-      rows = group->expert_rows();
-      matrix = group->matrix();
-      epoch = group->epoch();
-    }
-    Py_END_ALLOW_THREADS
+    // Without waiting for a call that is under way: this is what tells where it hangs.
+    const Counters counters = group->counters();
+    const auto &waited = group->waited_ns(), &rows = group->expert_rows();
+    const auto& matrix = group->matrix();
+    const uint64_t epoch = group->epoch();
     const std::vector<int64_t> counts{counters.dispatches,        counters.combines,         counters.dispatch_in_bytes,
                                       counters.dispatch_out_bytes, counters.combine_in_bytes, counters.combine_out_bytes,
                                       counters.sent_rows,         counters.received_rows};

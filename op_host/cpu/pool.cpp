@@ -25,6 +25,7 @@ struct Header {
 // Sizes are rounded so that blocks fit again: to powers of two below 1 MB, to an eighth of the power of two above (never less
 // than a huge page), so at most an eighth is wasted on large ones.
 size_t block_size(size_t bytes) {
+  if (bytes > (size_t{1} << 60)) throw std::bad_alloc();
   const size_t need = bytes + HEADER;
   size_t power = 256;
   while (power < need) power <<= 1;
@@ -108,6 +109,16 @@ void* pool_take(size_t bytes) {
   if (block == nullptr) {
     try {
       block = map_block(size);
+    } catch (const std::bad_alloc&) {
+      // What is kept for later may be what is missing now.
+      pool_trim();
+      try {
+        block = map_block(size);
+      } catch (...) {
+        std::lock_guard lock(p.mutex);
+        p.stats.held_bytes -= size;
+        throw;
+      }
     } catch (...) {
       std::lock_guard lock(p.mutex);
       p.stats.held_bytes -= size;
