@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-WINDOW = 256 << 20  # bytes of each rank's window, well above what else on the machine moves in a second
-
 RANK = """
 import os, signal, sys, time
 import torch, torch.distributed as dist, moe_a2a
 rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 group = moe_a2a.EPGroup(num_experts=2, top_k=1, max_tokens=4, hidden_size=64, dtype=torch.float32,
-                        max_recv_rows=(120 << 20) // 256, timeout=30, warmup_timeout=30)
+                        timeout=30, warmup_timeout=30)
 x = group.empty(4, 64).fill_(1)
 d = moe_a2a.dispatch(x, torch.tensor([[0], [1], [0], [1]]), group)
 y = d.empty_like_rows().fill_(2)
@@ -41,18 +40,31 @@ if how in ("SIGKILL", "inside"):
 """
 
 
-def shared_bytes() -> int:
-    """What the whole machine holds in shared memory, memfd files included."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Shmem in /proc/meminfo")
+def windows_of(pid: int) -> set[str]:
+    """Inodes of the windows that a process maps."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in maps if "/memfd:moe_a2a" in line}
+
+
+def holders(inodes: set[str]) -> list[str]:
+    """Processes that map one of these files or hold a descriptor of it: a file without a name lives as long as these."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if windows_of(int(process.name)) & inodes:
+                found.append(f"{process.name} maps it")
+            for fd in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(fd.stat().st_ino) in inodes and "memfd:moe_a2a" in os.readlink(fd):
+                        found.append(f"{process.name} holds {fd}")
+    return found
 
 
 @pytest.mark.parametrize("how", ["close", "end", "exception", "sys.exit", "os._exit", "SIGKILL", "inside"])
 def test_nothing_stays(tmp_path: Path, how: str) -> None:
     names = set(os.listdir("/dev/shm"))
-    before = shared_bytes()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), how],
@@ -66,7 +78,9 @@ def test_nothing_stays(tmp_path: Path, how: str) -> None:
     try:
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
-        assert shared_bytes() > before + WINDOW, "the windows should have been seen: this test can't tell"
+        inodes = windows_of(ranks[0].pid)
+        assert len(inodes) == 2 and inodes == windows_of(ranks[1].pid)
+        assert len(holders(inodes)) == 2, "this test must be able to see them"
         assert set(os.listdir("/dev/shm")) <= names
         for rank in ranks:
             assert rank.stdin is not None
@@ -82,8 +96,5 @@ def test_nothing_stays(tmp_path: Path, how: str) -> None:
             rank.kill()
     expected = {"exception": 1, "sys.exit": 3, "os._exit": 4, "SIGKILL": -9, "inside": -9}.get(how, 0)
     assert codes == [expected] * 2
-    deadline = time.monotonic() + 20
-    while shared_bytes() > before + WINDOW // 4:
-        assert time.monotonic() < deadline, f"{(shared_bytes() - before) >> 20} MiB of shared memory stay"
-        time.sleep(0.1)
+    assert holders(inodes) == []
     assert set(os.listdir("/dev/shm")) <= names

@@ -413,7 +413,7 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   header.tag = input.tag;
   if (staged) {
     header.x_offset = input.x.data - own();
-    header.x_stride = input.x.rows == 1 ? input.x.row_bytes : input.x.stride;
+    header.x_stride = input.x.rows == 1 ? layout_.row_stride(input.x.row_bytes) : input.x.stride;
     std::lock_guard guard(stage_mutex_);
     stages_[static_cast<size_t>((input.x.data - stage_begin) / layout_[X_SLOT_STRIDE])].used_in = epoch;
   } else {
@@ -619,7 +619,7 @@ void Group::combine(const CombineInput& input, char* out) {
                          (input.y.rows == 1 || input.y.stride <= std::numeric_limits<int32_t>::max()) &&
                          rows_fit(input.y.data - own(), input.y.stride, input.y.rows, input.y.row_bytes, layout_[Y],
                                   layout_[TOTAL_BYTES]);
-  const int64_t stride = in_window ? (input.y.rows == 1 ? input.y.row_bytes : input.y.stride) : layout_.row_stride(input.y.row_bytes);
+  const int64_t stride = in_window ? (input.y.rows == 1 ? layout_.row_stride(input.y.row_bytes) : input.y.stride) : layout_.row_stride(input.y.row_bytes);
   const int64_t offset = in_window ? input.y.data - own() : layout_.y_at(epoch);
   for (int64_t source : all_peers_) {
     if (rows_from(source, rank_) == 0) continue;
