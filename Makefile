@@ -7,7 +7,7 @@
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make test-long  the tests that take minutes or tens of GB
 #
-# TORCH="torch==2.14.0" picks another torch; PYTHON=python3.12 another Python (3.10 or newer).
+# TORCH="torch==2.14.0" picks another torch, with options of pip if need be; PYTHON=python3.12 another Python (3.10 or newer).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,25 +15,27 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# One file says that the environment is ready; it is made again when something it depends on has changed.
+# Files that say what is done: one for this torch and Python, one for the build. Another torch or Python makes the environment anew.
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
+CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
 .PHONY: demo test test-long bench bench-short lint format aarch64-check wheel clean setup
 
 setup: $(VENV)/.ready
 
-$(VENV)/.torch:
+$(CHOICE):
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python 3.10 or newer, or run: make PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: $(PYTHON) is older than 3.10; run: make PYTHON=python3.12 ..."; exit 1; }
-	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make: no C++ compiler found; install one (Debian: apt-get install g++)"; exit 1; }
-	@echo "== setting up $(VENV): $(TORCH) and the tools (a minute or two, once)"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --progress-bar off "setuptools>=77" wheel ninja numpy "$(TORCH)"
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) can't make virtual environments (Debian: apt-get install python3-venv)"; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make: no C++ compiler found (Debian: apt-get install g++)"; exit 1; }
+	@echo "== setting up $(VENV): $(TORCH) and the tools, once (a minute or two; longer where the index serves torch with CUDA)"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install "setuptools>=77" wheel ninja numpy $(TORCH)
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.torch $(SOURCES)
-	@echo "== building moe_a2a (half a minute)"
-	$(PIP) install --quiet --no-build-isolation --editable '.[demo,test]'
+$(VENV)/.ready: $(CHOICE) $(SOURCES)
+	@echo "== building moe_a2a (half a minute) and installing what demo and tests need"
+	$(PIP) install --no-build-isolation --editable '.[demo,test]'
 	@touch $@
 
 demo: $(VENV)/.ready
@@ -75,4 +77,4 @@ wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so
+	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so demo_out .pytest_cache .ruff_cache .mypy_cache

@@ -1,8 +1,11 @@
 """Builds moe_a2a. Everything that can be said statically is in pyproject.toml; here is what needs torch or the compiler."""
 
+import os
 import platform
 import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -20,6 +23,25 @@ if shutil.which("c++") is None and shutil.which("g++") is None and shutil.which(
     sys.exit(f"moe_a2a: no C++ compiler found. Install one (Debian: apt-get install g++), then run: {HOW}")
 
 ROOT = Path(__file__).parent
+
+if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    sys.exit(
+        f"moe_a2a: the headers of Python are missing (Debian: apt-get install python3-dev); then run: {HOW}"
+    )
+COMPILER = (
+    os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "c++"
+)
+CPP20 = "#include <atomic>\nint n; int main() { return std::atomic_ref<int>(n).load(); }\n"
+if subprocess.run(
+    [*COMPILER.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"],
+    input=CPP20,
+    text=True,
+    capture_output=True,
+).returncode:
+    sys.exit(
+        f"moe_a2a: {COMPILER} doesn't know C++20's std::atomic_ref; g++ 10 or newer does. Set CXX, then run: {HOW}"
+    )
+
 SOURCES = sorted(
     str(path.relative_to(ROOT))
     for folder in ("op_kernel/cpu", "op_host/cpu")

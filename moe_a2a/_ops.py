@@ -137,7 +137,7 @@ def _no_backward(operation: str) -> Any:
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(
             f"moe_a2a.{operation}: this version computes no gradients through {operation}; run it under torch.no_grad(), "
-            "or detach its inputs. Training comes with the fused operator"
+            "or detach its inputs"
         )
 
     return backward

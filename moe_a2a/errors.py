@@ -5,7 +5,12 @@ All of them derive from :class:`MoeA2AError` and from the builtin a caller would
 
 After ``BadValue``, ``BadType``, ``PeerAborted``, ``CallMismatch``, ``WindowTooSmall`` and ``HandleExpired`` the group stays
 usable: the failed call is used up on every rank and the next one works. After ``PeerLost`` (which includes ``PeerTimeout``)
-the group is poisoned, on every rank, and has to be closed and made anew.
+the group is poisoned, on every rank, and has to be closed and made anew; so it is when a signal interrupts a call that waits.
+After ``OutOfMemory`` it is usable, except where dispatch found no memory for its output after the rows were promised: then the
+peers raise ``PeerLost``.
+
+Errors about the wrong *object* can reach nobody else: a group that is no EPGroup, a handle that is no handle, one that has
+expired. The peers of such a call wait for this rank's next one, or for the timeout.
 """
 
 from __future__ import annotations
