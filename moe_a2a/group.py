@@ -158,9 +158,15 @@ def _resolve(process_group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
     return process_group, dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
-def default_recv_rows(world_size: int, max_tokens: int, top_k: int) -> int:
-    """Twice the fair share of rows, and never more than there can be."""
-    return min(2, world_size) * max_tokens * top_k
+SMALL_WINDOW = 16 << 20
+
+
+def default_recv_rows(world_size: int, max_tokens: int, top_k: int, row_bytes: int) -> int:
+    """Twice the fair share of rows, or what fits 16 MiB if that is more; never more than there can be.
+
+    At decode the fair share is a handful of rows, which any routing exceeds, and memory is no reason to be stingy.
+    """
+    return min(world_size * max_tokens * top_k, max(2 * max_tokens * top_k, SMALL_WINDOW // row_bytes))
 
 
 class EPGroup:
@@ -176,8 +182,8 @@ class EPGroup:
         top_k: the largest K.
         max_tokens: the largest T, tokens of one rank in one dispatch.
         hidden_size, dtype: the widest row; layers with narrower rows can share the group.
-        max_recv_rows: rows the window holds for what this rank's experts return; None is twice the fair share. More
-            in one dispatch is ``WindowTooSmall`` on every rank.
+        max_recv_rows: rows the window holds for what this rank's experts return; None is twice the fair share,
+            or 16 MiB of rows where that is more. More in one dispatch is ``WindowTooSmall`` on every rank.
         depth: handles open at once, at least 2: a handle can be combined while fewer than ``depth`` newer dispatches have
             started.
         transport: "auto", "cpu-shm" (windows in shared memory, one host) or "collective" (torch.distributed).
@@ -634,7 +640,7 @@ def _check_arguments(
             + ", ".join(str(known) for known in DTYPE_CODES)
         )
     recv_rows = (
-        default_recv_rows(world_size, max_tokens, top_k)
+        default_recv_rows(world_size, max_tokens, top_k, hidden_size * dtype.itemsize)
         if max_recv_rows is None
         else integer("max_recv_rows", max_recv_rows, 1)
     )

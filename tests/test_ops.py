@@ -237,3 +237,19 @@ def test_output_memory_is_kept_within_its_limit_and_given_back_on_request() -> N
         assert native.pool_stats()["reused"] > kept["reused"]
         del d
     assert native.pool_trim() > 0 and native.pool_stats()["kept_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "top_k", "hidden", "rows"),
+    [
+        (1, 4096, 8, 2048, 4096 * 8),  # all there can be
+        (4, 4096, 8, 2048, 2 * 4096 * 8),  # twice the fair share
+        (4, 1, 2, 2048, 8),  # decode: all there can be
+        (64, 16, 8, 4096, 2048),  # 16 MiB of rows, between the two
+    ],
+)
+def test_default_room_for_rows(ranks: int, tokens: int, top_k: int, hidden: int, rows: int) -> None:
+    hint = moe_a2a.EPGroup.size_hint(
+        ranks, num_experts=64, top_k=top_k, max_tokens=tokens, hidden_size=hidden, dtype=torch.bfloat16
+    )
+    assert hint.layout.recv_rows == rows

@@ -1,4 +1,4 @@
-// Memory for outputs. Fresh pages from malloc cost ten times the copy at prefill sizes, so blocks are kept and handed out
+// Memory for outputs. Fresh pages nearly double the time of a call at prefill sizes (docs/measurements.md), so blocks are kept and handed out
 // again; large ones are mapped on huge-page boundaries.
 #pragma once
 
