@@ -1,14 +1,13 @@
 # Types of the compiled module; op_host/cpu/module.cpp is its source.
 
-def map_window(fd: int, bytes: int, fill: bool, populate: bool = True) -> tuple[int, bool, bool]: ...
-def unmap_window(address: int, bytes: int) -> None: ...
+def map_window(fd: int, bytes: int, fill: bool, populate: bool = True) -> tuple[object, int, bool, bool]: ...
 def view_window(address: int, bytes: int) -> memoryview: ...
 def create_group(
     name: str,
     layout: bytes,
     rank: int,
     tiling: bytes,
-    addresses: bytes,
+    windows: list[object],
     pidfds: bytes,
     timeout_ns: int,
     warmup_ns: int,

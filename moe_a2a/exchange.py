@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 
 from . import _ops, errors
@@ -242,15 +243,17 @@ def combine(y: Tensor, handle: Handle | Dispatched, topk_weights: Tensor | None 
 
 def _wrong_tensor(**arguments: Any) -> str:
     """What keeps torch from handing these arguments to the kernels; "" when it isn't they."""
-    for name, value in arguments.items():
-        if value is None and name == "topk_weights":
-            continue
-        if not isinstance(value, Tensor):
-            return f"{name} is a {type(value).__name__}; expected a torch.Tensor"
-        if value.layout != torch.strided:
-            return f"{name} has layout {value.layout}; expected a dense (strided) tensor"
-        if value.device.type != "cpu":
-            return f"{name} is on {value.device}; this group's tensors are on the CPU"
+    # A subclass may raise for whatever it is asked; it isn't asked here.
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, value in arguments.items():
+            if value is None and name == "topk_weights":
+                continue
+            if not isinstance(value, Tensor):
+                return f"{name} is a {type(value).__name__}; expected a torch.Tensor"
+            if value.layout != torch.strided:
+                return f"{name} has layout {value.layout}; expected a dense (strided) tensor"
+            if value.device.type != "cpu":
+                return f"{name} is on {value.device}; this group's tensors are on the CPU"
     return ""
 
 
@@ -273,6 +276,8 @@ def _fail_dispatch(
             raise errors.CallMismatch(f"{mismatch} ({_tag_id(tag)} is {tag!r})") from None
         raise
     group._check_open("moe_a2a.dispatch")
+    if detect_fake_mode((x, topk_idx, topk_weights)) is not None:
+        raise error  # nobody waits for a call that is only traced
     wrong = _wrong_tensor(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     reason = f"moe_a2a.dispatch: on rank {group.rank}, {wrong or error}"
     if group._exchange is not None:
@@ -288,6 +293,8 @@ def _fail_combine(group: EPGroup, error: Exception, y: Any, handle: Handle, topk
         group._check_open("moe_a2a.combine")
         raise
     group._check_open("moe_a2a.combine")
+    if detect_fake_mode((y, topk_weights)) is not None:
+        raise error  # nobody waits for a call that is only traced
     wrong_weights = "" if _wrong_tensor(y=y) else _wrong_tensor(topk_weights=topk_weights)
     wrong = _wrong_tensor(y=y) or wrong_weights
     reason = f"moe_a2a.combine: on rank {group.rank}, {wrong or error}"
@@ -296,7 +303,11 @@ def _fail_combine(group: EPGroup, error: Exception, y: Any, handle: Handle, topk
         # Only this rank's sum can't be made; the rows that others wait for are good. Weights that can't fit stop the call
         # right after they have gone out.
         with contextlib.suppress(RuntimeError, ValueError):
-            _combine_impl(y, handle.meta, torch.empty(0), handle.num_tokens, group.name)
+            _combine_impl(y, handle.meta, torch.empty(0, device="cpu"), handle.num_tokens, group.name)
+        if group._exchange is None:
+            # Should that have failed in another way, the handle is still open. A closed one answers with HandleExpired.
+            with contextlib.suppress(RuntimeError):
+                native.refuse_combine(group.name, handle.meta)(2, reason)
     elif group._exchange is not None:
         with contextlib.suppress(errors.MoeA2AError):
             group._exchange.combine(y, handle.meta, None)

@@ -224,6 +224,7 @@ class EPGroup:
         self._closed = False
         self._exchange: CollectiveExchange | None = None
         self._window: native.MappedWindow | None = None
+        self._windows: list[native.MappedWindow] = []
         group, rank, world_size = _resolve(process_group)
         meeting = _Meeting(group, rank, world_size)
         self.rank, self.world_size = rank, world_size
@@ -364,15 +365,12 @@ class EPGroup:
             mapped: dict[int, native.MappedWindow] = {}
             pidfds: dict[int, int] = {}
 
-            def let_go() -> None:
-                """Unless a group has taken them over."""
-                for mapping in mapped.values():
-                    mapping.unmap()
+            def close_pidfds() -> None:
                 for fd in pidfds.values():
                     if fd >= 0:
                         os.close(fd)
 
-            stack.callback(lambda: let_go())
+            stack.callback(close_pidfds)
 
             def map_own() -> None:
                 mapped[self.rank] = native.map_window(window.fd, window.size, fill=True)
@@ -386,7 +384,8 @@ class EPGroup:
                     pidfds[peer] = _pidfd(pid)
 
             def make_group() -> None:
-                nonlocal let_go
+                # Also at interpreter exit, so that peers hear of it at once. Registered first: closing no group is nothing.
+                self._finalizer = weakref.finalize(self, native.close_group, self.name)
                 native.create_group(
                     self.name,
                     self.layout,
@@ -398,9 +397,6 @@ class EPGroup:
                     int(config.warmup_timeout * 1e9),
                     config.first_epoch,
                 )
-                # Also at interpreter exit, so that peers hear of it at once.
-                self._finalizer = weakref.finalize(self, native.close_group, self.name)
-                let_go = _nothing
 
             # First every rank fills its own window, then the others map it: pages that exist as huge ones are mapped as such.
             for step in (map_own, map_peers, watch_peers, make_group):
@@ -542,6 +538,7 @@ class EPGroup:
             return
         self._closed = True
         self._window = None
+        self._windows = []
         if hasattr(self, "_finalizer"):
             self._finalizer()
 
@@ -578,10 +575,6 @@ class EPGroup:
 
 def _names(dtypes: dict[torch.dtype, int]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def _nothing() -> None:
-    """What is left to let go of once a group has taken it over."""
 
 
 def _pidfd(pid: int) -> int:

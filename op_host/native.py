@@ -33,8 +33,9 @@ def _int64s(values: list[int]) -> bytes:
 
 @dataclass(frozen=True)
 class MappedWindow:
-    """A window in this process's memory."""
+    """A window in this process's memory; mapped while this object, a group or a tensor needs it."""
 
+    owner: object
     address: int
     size: int
     populated: bool
@@ -44,18 +45,14 @@ class MappedWindow:
         """The window's bytes. The caller keeps the mapping alive."""
         return lib.view_window(self.address, self.size)
 
-    def unmap(self) -> None:
-        """Gives the mapping back; only for one that no group has taken over."""
-        lib.unmap_window(self.address, self.size)
-
 
 def map_window(fd: int, size: int, *, fill: bool, populate: bool = True) -> MappedWindow:
     """Maps and prefaults the window behind ``fd``; ``fill`` for its owner. Raises OSError.
 
     ``populate`` False touches page by page, as on a kernel without MADV_POPULATE_WRITE (before 5.14).
     """
-    address, populated, collapsed = lib.map_window(fd, size, fill, populate)
-    return MappedWindow(address, size, populated, collapsed)
+    owner, address, populated, collapsed = lib.map_window(fd, size, fill, populate)
+    return MappedWindow(owner, address, size, populated, collapsed)
 
 
 def create_group(
@@ -69,13 +66,13 @@ def create_group(
     warmup_ns: int,
     first_epoch: int,
 ) -> None:
-    """Registers a group under its name; takes the mappings and the pidfds over (-1: none)."""
+    """Registers a group under its name. The pidfds (-1: none) stay the caller's to close."""
     lib.create_group(
         name,
         _int64s(layout.params()),
         rank,
         _int64s(tiling.params()),
-        _int64s([window.address for window in windows]),
+        [window.owner for window in windows],
         _int64s(pidfds),
         timeout_ns,
         warmup_ns,

@@ -38,23 +38,39 @@ def test_views_of_window_tensors(pool: RankPool, ranks: int) -> None:
     pool.run(ranks, ends.one_row_views)
 
 
-@pytest.mark.parametrize("part", ["row", "expert", "tokens", "matrix", "offset"])
+@pytest.mark.parametrize("part", ["row", "expert", "tokens", "offset"])
 def test_a_handle_that_was_written_to_is_an_error(pool: RankPool, part: str) -> None:
     assert "was written to" in pool.run(1, ends.tampered, part)[0]
 
 
-def test_what_a_handle_shows_are_copies(pool: RankPool) -> None:
-    assert pool.run(2, ends.tampered, "copies") == ["combined", "combined"]
+@pytest.mark.parametrize("part", ["copies", "matrix of zeros", "matrix too large"])
+def test_combine_takes_the_counts_from_the_group_not_from_the_tensor(pool: RankPool, part: str) -> None:
+    assert pool.run(2, ends.tampered, part) == ["combined", "combined"]
+
+
+@pytest.mark.parametrize("kind", ["subclass", "None", "meta"])
+def test_peers_hear_of_a_bad_x_of_any_kind(pool: RankPool, kind: str) -> None:
+    (peer, took), (mine, _) = pool.run(2, ends.bad_x_of_any_kind_is_told, kind)
+    assert mine in ("BadType", "BadValue") and peer == "PeerAborted" and took < ends.QUICK
+
+
+def test_bad_weights_cost_only_the_rank_that_gave_them(pool: RankPool) -> None:
+    (peer, took), (mine, _) = pool.run(2, ends.bad_weights_under_another_device)
+    assert mine == "BadType" and peer == "combined" and took < ends.QUICK
+
+
+def test_creation_that_is_interrupted_leaves_nothing(pool: RankPool) -> None:
+    assert pool.run(1, ends.interrupted_creation) == [(0, 0)]
 
 
 def test_groups_are_not_copied(pool: RankPool) -> None:
     pool.run(1, ends.groups_are_not_copied)
 
 
-@pytest.mark.parametrize("kind", ["list", "sparse", "meta", "quantised", "None", "bool"])
+@pytest.mark.parametrize("kind", ["list", "sparse", "meta", "quantised", "None", "bool", "subclass"])
 def test_peers_hear_of_a_bad_y_of_any_kind(pool: RankPool, kind: str) -> None:
     (peer, took), (mine, _) = pool.run(2, ends.bad_y_of_any_kind_is_told, kind)
-    assert mine == "BadType" and peer == "PeerAborted" and took < ends.QUICK
+    assert mine in ("BadType", "BadValue") and peer == "PeerAborted" and took < ends.QUICK
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 3, 4])

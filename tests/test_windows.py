@@ -54,7 +54,7 @@ def test_own_window(pool: RankPool) -> None:
     mapped = native.map_window(probe.fd, probe.size, fill=True)
     os.close(probe.fd)
     able = mapped.collapsed
-    mapped.unmap()
+    del mapped
     for size, huge, mode, seals in pool.run(2, windows.own_memory):
         assert size > 2**25
         assert huge == (size if able else 0)
@@ -83,7 +83,7 @@ def test_every_page_is_there_and_the_header_stays(populate: bool) -> None:
         assert bytes(mapped.view()[:4096]) == before and before[:8] == b"1a2a_eom"
         assert not any(mapped.view()[4096:])
     finally:
-        mapped.unmap()
+        del mapped
         os.close(file.fd)
 
 

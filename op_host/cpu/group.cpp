@@ -369,7 +369,8 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   const uint64_t epoch = ++epoch_;
   const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS];
   Handle& handle = handles_[static_cast<size_t>(layout_.slot(epoch))];
-  handle = {};
+  handle.epoch = 0;
+  handle.open = false;
   progress(epoch, phase::DISPATCH_PACK);
 
   if (bad.empty()) {
@@ -536,7 +537,13 @@ void Group::finish_dispatch(const DispatchInput& input, const DispatchPlan& plan
     row[pair] = e < 0 ? -1 : base_[static_cast<size_t>(e)] + slot_[static_cast<size_t>(pair)];
   }
 
-  handles_[static_cast<size_t>(layout_.slot(plan.epoch))] = {plan.epoch, true};
+  Handle& kept_handle = handles_[static_cast<size_t>(layout_.slot(plan.epoch))];
+  kept_handle.epoch = plan.epoch;
+  kept_handle.open = true;
+  kept_handle.tokens = input.idx.tokens;
+  kept_handle.top_k = input.idx.top_k;
+  kept_handle.rows = plan.rows;
+  kept_handle.matrix = matrix_;  // same size each time: no allocation after the first
   ++counters_.dispatches;
   int64_t kept = 0, stays = 0;
   for (int64_t e = 0; e < experts; ++e) {
@@ -590,6 +597,9 @@ void Group::check_handle(const int64_t* handle, int64_t words) const {
                   say("%s: the handle of call %lu on rank %ld has expired: %lu newer dispatches have started and the group's "
                       "depth is %ld. Combine earlier or make the group with a larger depth",
                       COMBINE, epoch, rank_, epoch_ - epoch, layout_[SLOTS]));
+  if (tokens != state.tokens || top_k != state.top_k || rows != state.rows)
+    throw Failure(FailureKind::BAD_VALUE, say("%s: the handle on rank %ld was written to after dispatch returned it", COMBINE,
+                                              rank_));
   if (!state.open)
     throw Failure(FailureKind::HANDLE_EXPIRED,
                   say("%s: the handle of call %lu on rank %ld was combined already; a handle is good for one combine", COMBINE,
@@ -601,8 +611,9 @@ void Group::combine(const CombineInput& input, char* out) {
   const int64_t* handle = input.handle;
   const auto epoch = static_cast<uint64_t>(handle[hw::EPOCH]);
   const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS];
-  const auto* matrix = reinterpret_cast<const int32_t*>(handle + handle[hw::MATRIX]);
-  handles_[static_cast<size_t>(layout_.slot(epoch))].open = false;  // whatever happens from here on
+  Handle& state = handles_[static_cast<size_t>(layout_.slot(epoch))];
+  const int32_t* matrix = state.matrix.data();
+  state.open = false;  // whatever happens from here on
   progress(epoch, phase::COMBINE_WRITE);
 
   const auto rows_from = [&](int64_t source, int64_t owner) {
@@ -611,6 +622,28 @@ void Group::combine(const CombineInput& input, char* out) {
     for (int64_t e = first_expert(owner, experts, ranks); e < end; ++e) rows += matrix[source * experts + e];
     return rows;
   };
+
+  // Which row each pair of this rank has: from the tensor, so every one is checked against what its owner received.
+  const int64_t tokens = state.tokens, top_k = state.top_k;
+  const auto* expert = reinterpret_cast<const int32_t*>(handle + handle[hw::EXPERT]);
+  const auto* row = reinterpret_cast<const int32_t*>(handle + handle[hw::ROW]);
+  received_.resize(static_cast<size_t>(ranks));
+  for (int64_t owner = 0; owner < ranks; ++owner) {
+    int64_t total = 0;
+    for (int64_t source = 0; source < ranks; ++source) total += rows_from(source, owner);
+    received_[static_cast<size_t>(owner)] = rows_from(rank_, owner) > 0 ? total : 0;
+  }
+  std::string bad_sum = input.bad_sum;
+  FailureKind bad_sum_kind = input.bad_kind;
+  for (int64_t pair = 0; pair < tokens * top_k; ++pair) {
+    if (expert[pair] < 0) continue;
+    if (expert[pair] < experts && row[pair] >= 0 &&
+        row[pair] < received_[static_cast<size_t>(owner_of_[static_cast<size_t>(expert[pair])])])
+      continue;
+    bad_sum = say("%s: the handle of call %lu on rank %ld was written to after dispatch returned it", COMBINE, epoch, rank_);
+    bad_sum_kind = FailureKind::BAD_VALUE;
+    break;
+  }
 
   // The owner's half: rows into the window, then the code, only to sources that have rows here.
   const char* slot_begin = own() + layout_.y_at(epoch);
@@ -648,9 +681,9 @@ void Group::combine(const CombineInput& input, char* out) {
     progress(epoch, phase::IDLE);
     throw Failure(input.bad_kind, input.bad_y);
   }
-  if (!input.bad_sum.empty()) {
+  if (!bad_sum.empty()) {
     progress(epoch, phase::IDLE);
-    throw Failure(input.bad_kind, input.bad_sum);
+    throw Failure(bad_sum_kind, bad_sum);
   }
 
   // The source's half: wait only for owners that hold rows of this rank, then sum.
@@ -699,22 +732,6 @@ void Group::combine(const CombineInput& input, char* out) {
     owners_[static_cast<size_t>(owner)] = {window(owner) + y_offset, y_stride};
   }
   owners_[static_cast<size_t>(rank_)] = {input.y.data, input.y.stride};
-  const int64_t tokens = handle[hw::TOKENS], top_k = handle[hw::TOP_K];
-  const auto* expert = reinterpret_cast<const int32_t*>(handle + handle[hw::EXPERT]);
-  const auto* row = reinterpret_cast<const int32_t*>(handle + handle[hw::ROW]);
-  received_.resize(static_cast<size_t>(ranks));
-  for (int64_t owner = 0; owner < ranks; ++owner) {
-    int64_t total = 0;
-    for (int64_t source = 0; source < ranks; ++source) total += rows_from(source, owner);
-    received_[static_cast<size_t>(owner)] = rows_from(rank_, owner) > 0 ? total : 0;
-  }
-  for (int64_t pair = 0; pair < tokens * top_k; ++pair) {
-    if (expert[pair] < 0) continue;
-    if (expert[pair] >= experts || row[pair] < 0 ||
-        row[pair] >= received_[static_cast<size_t>(owner_of_[static_cast<size_t>(expert[pair])])])
-      throw Failure(FailureKind::BAD_VALUE, say("%s: the handle of call %lu on rank %ld was written to after dispatch returned it",
-                                                COMBINE, epoch, rank_));
-  }
   if (term_rows_.size() < static_cast<size_t>(top_k)) {
     term_rows_.resize(static_cast<size_t>(top_k));
     term_weights_.resize(static_cast<size_t>(top_k));
@@ -758,6 +775,7 @@ char* Group::take_stage(int64_t tokens, int64_t row_bytes, int64_t* slot, std::s
 }
 
 void Group::release_stage(int64_t slot) {
+  if (fork_count_ != forks.load(std::memory_order_relaxed)) return;  // the lock may be held by a thread that isn't here
   std::lock_guard guard(stage_mutex_);
   stages_[static_cast<size_t>(slot)].held = false;
 }

@@ -139,6 +139,8 @@ class Group {
   struct Handle {
     uint64_t epoch = 0;
     bool open = false;
+    int64_t tokens = 0, top_k = 0, rows = 0;
+    std::vector<int32_t> matrix;  // C [R, E]: what is decided from it must not hang on a tensor that can be written to
   };
 
   void enter(const char* operation) const;

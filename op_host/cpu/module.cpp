@@ -3,7 +3,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -54,6 +58,13 @@ PyObject* raise_failure(const Failure& failure) {
   return nullptr;
 }
 
+constexpr const char* WINDOW = "moe_a2a.window";
+
+// A mapping that its capsule and a group own together; it goes with the last of them, however creation ends.
+void drop_window(PyObject* capsule) {
+  delete static_cast<std::shared_ptr<Mapping>*>(PyCapsule_GetPointer(capsule, WINDOW));
+}
+
 PyObject* py_map_window(PyObject*, PyObject* args) {
   int fd = -1, fill = 0, populate = 1;
   long long bytes = 0;
@@ -66,17 +77,14 @@ PyObject* py_map_window(PyObject*, PyObject* args) {
     errno = result.error;
     return PyErr_SetFromErrno(PyExc_OSError);
   }
-  return Py_BuildValue("KNN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(result.address)),
+  auto* window = new std::shared_ptr<Mapping>(std::make_shared<Mapping>(result.address, bytes));
+  PyObject* capsule = PyCapsule_New(window, WINDOW, drop_window);
+  if (capsule == nullptr) {
+    delete window;
+    return nullptr;
+  }
+  return Py_BuildValue("NKNN", capsule, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(result.address)),
                        PyBool_FromLong(result.populated), PyBool_FromLong(result.collapsed));
-}
-
-// Gives a mapping back that no group took.
-PyObject* py_unmap_window(PyObject*, PyObject* args) {
-  unsigned long long address = 0;
-  long long bytes = 0;
-  if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return nullptr;
-  { Mapping gone(reinterpret_cast<char*>(static_cast<uintptr_t>(address)), bytes); }
-  Py_RETURN_NONE;
 }
 
 // A view of mapped memory for op_host (headers) and for tests; the caller keeps the mapping alive.
@@ -90,16 +98,16 @@ PyObject* py_view_window(PyObject*, PyObject* args) {
 }
 
 PyObject* py_create_group(PyObject*, PyObject* args) {
-  const char *name, *layout_data, *tiling_data, *address_data, *pidfd_data;
-  Py_ssize_t layout_bytes, tiling_bytes, address_bytes, pidfd_bytes;
+  const char *name, *layout_data, *tiling_data, *pidfd_data;
+  Py_ssize_t layout_bytes, tiling_bytes, pidfd_bytes;
+  PyObject* capsules = nullptr;
   long long rank, timeout_ns, warmup_ns;
   unsigned long long first_epoch;
-  if (!PyArg_ParseTuple(args, "sy#Ly#y#y#LLK", &name, &layout_data, &layout_bytes, &rank, &tiling_data, &tiling_bytes,
-                        &address_data, &address_bytes, &pidfd_data, &pidfd_bytes, &timeout_ns, &warmup_ns, &first_epoch))
+  if (!PyArg_ParseTuple(args, "sy#Ly#O!y#LLK", &name, &layout_data, &layout_bytes, &rank, &tiling_data, &tiling_bytes,
+                        &PyList_Type, &capsules, &pidfd_data, &pidfd_bytes, &timeout_ns, &warmup_ns, &first_epoch))
     return nullptr;
   const auto params = items<int64_t>(layout_data, layout_bytes);
   const auto tiling = items<int64_t>(tiling_data, tiling_bytes);
-  const auto addresses = items<int64_t>(address_data, address_bytes);
   const auto pidfds = items<int64_t>(pidfd_data, pidfd_bytes);
   if (params.size() != LAYOUT_PARAMS || tiling.size() != 4) {
     PyErr_Format(PyExc_ValueError, "create_group: %zd layout parameters and %zd tiling parameters; expected %d and 4",
@@ -108,18 +116,37 @@ PyObject* py_create_group(PyObject*, PyObject* args) {
   }
   Layout layout;
   std::memcpy(layout.p, params.data(), sizeof layout.p);
-  if (addresses.size() != static_cast<size_t>(layout[WORLD_SIZE]) || pidfds.size() != addresses.size()) {
-    PyErr_SetString(PyExc_ValueError, "create_group: needs an address and a pidfd for each rank");
+  const Py_ssize_t ranks = static_cast<Py_ssize_t>(layout[WORLD_SIZE]);
+  if (PyList_Size(capsules) != ranks || static_cast<Py_ssize_t>(pidfds.size()) != ranks) {
+    PyErr_SetString(PyExc_ValueError, "create_group: needs a window and a pidfd for each rank");
     return nullptr;
   }
-  std::vector<std::shared_ptr<Mapping>> windows;
-  for (int64_t address : addresses)
-    windows.push_back(std::make_shared<Mapping>(reinterpret_cast<char*>(address), layout[TOTAL_BYTES]));
+  std::vector<int> watched;
+  const auto give_up = [&] {
+    for (int fd : watched)
+      if (fd >= 0) ::close(fd);
+  };
   try {
+    std::vector<std::shared_ptr<Mapping>> windows;
+    for (Py_ssize_t rank = 0; rank < ranks; ++rank) {
+      auto* window = static_cast<std::shared_ptr<Mapping>*>(PyCapsule_GetPointer(PyList_GetItem(capsules, rank), WINDOW));
+      if (window == nullptr) return nullptr;
+      windows.push_back(*window);
+    }
+    // The group closes its own descriptors, the caller those it opened.
+    watched.reserve(pidfds.size());
+    for (int64_t fd : pidfds) {
+      const int copy = fd < 0 ? -1 : fcntl(static_cast<int>(fd), F_DUPFD_CLOEXEC, 0);
+      if (fd >= 0 && copy < 0) {
+        give_up();
+        return PyErr_SetFromErrno(PyExc_OSError);
+      }
+      watched.push_back(copy);
+    }
     add_group(std::make_shared<Group>(name, layout, rank, Tiling{{tiling[0], tiling[1], tiling[2]}, tiling[3]},
-                                      std::move(windows), std::vector<int>(pidfds.begin(), pidfds.end()), timeout_ns,
-                                      warmup_ns, first_epoch));
+                                      std::move(windows), watched, timeout_ns, warmup_ns, first_epoch));
   } catch (const std::bad_alloc&) {
+    give_up();
     return PyErr_NoMemory();
   }
   Py_RETURN_NONE;
@@ -252,11 +279,10 @@ PyObject* py_pool_fill(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill, populate=True) -> (address, populated, collapsed)"},
-    {"unmap_window", py_unmap_window, METH_VARARGS, "unmap_window(address, bytes)"},
+    {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill, populate=True) -> (window, address, populated, collapsed)"},
     {"view_window", py_view_window, METH_VARARGS, "view_window(address, bytes) -> memoryview"},
     {"create_group", py_create_group, METH_VARARGS,
-     "create_group(name, layout, rank, tiling, addresses, pidfds, timeout_ns, warmup_ns, first_epoch); takes the mappings over"},
+     "create_group(name, layout, rank, tiling, windows, pidfds, timeout_ns, warmup_ns, first_epoch)"},
     {"close_group", py_close_group, METH_VARARGS, "close_group(name)"},
     {"abort_call", py_abort_call, METH_VARARGS, "abort_call(name, kind, text)"},
     {"refuse_combine", py_refuse_combine, METH_VARARGS, "refuse_combine(name, handle, kind, text)"},

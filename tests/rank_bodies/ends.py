@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from pool import RankContext
 
 import moe_a2a
+import moe_a2a.group as group_module
 from moe_a2a import errors
 from rank_bodies.windows import SIZES, check_step
 
@@ -216,8 +219,10 @@ def tampered(ctx: RankContext, part: str) -> str:
             d.handle.view.expert_TK.fill_(77)
         elif part == "tokens":
             meta[3] = 2**40
-        elif part == "matrix":
+        elif part == "matrix of zeros":
             d.handle.view.counts_RE.zero_()
+        elif part == "matrix too large":
+            d.handle.view.counts_RE.fill_(10**6)
         elif part == "offset":
             meta[14] = 5
         elif part == "copies":
@@ -241,11 +246,102 @@ def groups_are_not_copied(ctx: RankContext) -> None:
         assert "can't be pickled" in str(error)
 
 
+class Unwilling(torch.Tensor):
+    """Raises for whatever it is asked."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise ValueError("not for you")
+
+
+def bad_x_of_any_kind_is_told(ctx: RankContext, kind: str) -> tuple[str, float]:
+    """Whatever keeps rank 1's x from the kernels, rank 0 hears of it at once."""
+    group = ctx.fresh_group(**SIZES)
+    check_step(ctx, group)
+    x, idx = torch.ones(2, 33), torch.tensor([[0, 4], [1, 2]])
+    bad: Any = {
+        "subclass": lambda: x.as_subclass(Unwilling),
+        "None": lambda: None,
+        "meta": lambda: x.to("meta"),
+    }[kind]()
+    start = time.monotonic()
+    try:
+        moe_a2a.dispatch(bad if ctx.rank == 1 else x, idx, group)
+        result = "dispatched"
+    except errors.MoeA2AError as error:
+        result = type(error).__name__
+    took = time.monotonic() - start
+    check_step(ctx, group, 5)
+    return result, took
+
+
+def bad_weights_under_another_device(ctx: RankContext) -> tuple[str, float]:
+    """Weights that are a list, with torch's default device elsewhere: only this rank's sum is lost."""
+    group = ctx.fresh_group(**SIZES)
+    d = _late_step(group)
+    start = time.monotonic()
+    weights: Any = [1.0] if ctx.rank == 1 else None
+    try:
+        with torch.device("meta"):
+            moe_a2a.combine(d.x, d.handle, weights)
+        result = "combined"
+    except errors.MoeA2AError as error:
+        result = type(error).__name__
+    took = time.monotonic() - start
+    check_step(ctx, group, 5)
+    return result, took
+
+
+def interrupted_creation(ctx: RankContext) -> tuple[int, int]:
+    """An exception right after each step of creation: mappings and descriptors of this process, before and after."""
+    from rank_bodies.windows import replaced
+
+    def held() -> tuple[int, int]:
+        maps = sum("/memfd:moe_a2a" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return maps, len(os.listdir("/proc/self/fd"))
+
+    with moe_a2a.EPGroup(ctx.process_group, **SIZES):
+        ctx.barrier()
+    gc.collect()
+    before = held()
+
+    class Interrupt(BaseException):
+        pass
+
+    native = vars(group_module)["native"]
+    for name in ("map_window", "create_group"):
+        original = getattr(native, name)
+
+        def stop(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            kept = original(*args, **kwargs)
+            del kept
+            raise Interrupt
+
+        setattr(native, name, stop)
+        try:
+            moe_a2a.EPGroup(ctx.process_group, **SIZES)
+            raise AssertionError("nothing was raised")
+        except Interrupt:
+            pass
+        finally:
+            setattr(native, name, original)
+        gc.collect()
+    with (
+        replaced("_pidfd", lambda pid: (_ for _ in ()).throw(OSError(24, "Too many open files"))),
+        contextlib.suppress(errors.TransportUnavailable),
+    ):
+        moe_a2a.EPGroup(ctx.process_group, **SIZES).close()
+    gc.collect()
+    after = held()
+    return after[0] - before[0], after[1] - before[1]
+
+
 def bad_y_of_any_kind_is_told(ctx: RankContext, kind: str) -> tuple[str, float]:
     """Whatever keeps rank 1's y from the kernels, rank 0 hears of it at once."""
     group = ctx.fresh_group(**SIZES)
     d = _late_step(group)
     bad: Any = {
+        "subclass": lambda: torch.ones(len(d.x), 33).as_subclass(Unwilling),
         "list": lambda: d.x.tolist(),
         "sparse": lambda: d.x.to_sparse(),
         "meta": lambda: d.x.to("meta"),
