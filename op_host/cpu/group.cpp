@@ -463,9 +463,7 @@ Group::DispatchPlan Group::begin_dispatch(const DispatchInput& input) {
   }
   progress(epoch, phase::DISPATCH_ROWS);
   const int64_t pairs = input.idx.tokens * input.idx.top_k, local = local_end_ - local_begin_;
-  const auto int32s = [](int64_t count) { return (count + 1) / 2; };
-  return {epoch, rows,
-          HANDLE_HEADER_WORDS + local + int32s(local + 1) + int32s(ranks * experts) + 2 * int32s(pairs)};
+  return {epoch, rows, HandleWords(pairs, ranks, experts, local).total};
 }
 
 void Group::finish_dispatch(const DispatchInput& input, const DispatchPlan& plan, char* out, char* out_weights,
@@ -490,12 +488,11 @@ void Group::finish_dispatch(const DispatchInput& input, const DispatchPlan& plan
   const bool streaming = plan.rows * input.x.row_bytes >= tiling_.streaming_bytes;
   counters_.dispatch_out_bytes +=
       gather_rows(kernels_, matrix_.data(), ranks, experts, local_begin_, local_end_, sources_.data(), input.x.row_bytes,
-                  streaming, out, weight_bytes, out_weights)
-          .bytes;
+                  streaming, out, weight_bytes, out_weights);
 
   row_bases(matrix_.data(), ranks, experts, rank_, base_.data());
   const int64_t pairs = input.idx.tokens * input.idx.top_k;
-  const auto int32s = [](int64_t count) { return (count + 1) / 2; };
+  const HandleWords words(pairs, ranks, experts, local);
   handle[w::MAGIC] = HANDLE_MAGIC;
   handle[w::EPOCH] = static_cast<int64_t>(plan.epoch);
   handle[w::GENERATION] = layout_[GENERATION];
@@ -509,11 +506,11 @@ void Group::finish_dispatch(const DispatchInput& input, const DispatchPlan& plan
   handle[w::DTYPE] = static_cast<int64_t>(input.dtype);
   handle[w::GROUP] = group_id_;
   for (int word = w::GROUP + 1; word < HANDLE_HEADER_WORDS; ++word) handle[word] = 0;
-  handle[w::COUNTS] = HANDLE_HEADER_WORDS;
-  handle[w::OFFSETS] = handle[w::COUNTS] + local;
-  handle[w::MATRIX] = handle[w::OFFSETS] + int32s(local + 1);
-  handle[w::EXPERT] = handle[w::MATRIX] + int32s(ranks * experts);
-  handle[w::ROW] = handle[w::EXPERT] + int32s(pairs);
+  handle[w::COUNTS] = words.counts;
+  handle[w::OFFSETS] = words.offsets;
+  handle[w::MATRIX] = words.matrix;
+  handle[w::EXPERT] = words.expert;
+  handle[w::ROW] = words.row;
   if (plan.handle_words > handle[w::ROW]) handle[plan.handle_words - 1] = 0;  // a last int32 without a partner
   auto* offsets = reinterpret_cast<int32_t*>(handle + handle[w::OFFSETS]);
   offsets[0] = 0;
@@ -583,11 +580,9 @@ void Group::check_handle(const int64_t* handle, int64_t words) const {
   const int64_t tokens = handle[w::TOKENS], top_k = handle[w::TOP_K], rows = handle[w::ROWS];
   const bool sane = tokens >= 0 && tokens <= layout_[MAX_TOKENS] && top_k >= 0 && top_k <= layout_[TOP_K] && rows >= 0 &&
                     rows <= layout_[RECV_ROWS];
-  const auto int32s = [](int64_t count) { return (count + 1) / 2; };
-  const int64_t local = local_end_ - local_begin_, matrix = HANDLE_HEADER_WORDS + local + int32s(local + 1);
-  const int64_t expert = matrix + int32s(layout_[WORLD_SIZE] * layout_[NUM_EXPERTS]);
-  if (!sane || handle[w::MATRIX] != matrix || handle[w::EXPERT] != expert ||
-      handle[w::ROW] != expert + int32s(tokens * top_k) || words != handle[w::ROW] + int32s(tokens * top_k))
+  const HandleWords where(sane ? tokens * top_k : 0, layout_[WORLD_SIZE], layout_[NUM_EXPERTS], local_end_ - local_begin_);
+  if (!sane || handle[w::MATRIX] != where.matrix || handle[w::EXPERT] != where.expert || handle[w::ROW] != where.row ||
+      words != where.total)
     throw Failure(FailureKind::BAD_VALUE, say("%s: the handle on rank %ld was written to after dispatch returned it", COMBINE,
                                               rank_));
   const auto epoch = static_cast<uint64_t>(handle[w::EPOCH]);

@@ -41,9 +41,9 @@ int64_t pack_rows(const RowKernels& kernels, const RowsView& x, const int32_t* e
   return bytes;
 }
 
-GatherResult gather_rows(const RowKernels& kernels, const int32_t* matrix, int64_t world_size, int64_t num_experts,
-                         int64_t local_begin, int64_t local_end, const Source* sources, int64_t row_bytes, bool streaming,
-                         char* out, int64_t weight_bytes, char* out_weights) {
+int64_t gather_rows(const RowKernels& kernels, const int32_t* matrix, int64_t world_size, int64_t num_experts,
+                    int64_t local_begin, int64_t local_end, const Source* sources, int64_t row_bytes, bool streaming,
+                    char* out, int64_t weight_bytes, char* out_weights) {
   const auto copy = streaming ? kernels.copy_streaming : kernels.copy;
   // Where each source's list stands: its pairs of earlier experts come first.
   int64_t cursor[256];
@@ -69,7 +69,7 @@ GatherResult gather_rows(const RowKernels& kernels, const int32_t* matrix, int64
   }
   if (at != cursor) delete[] at;
   if (streaming) kernels.fence();
-  return {row * row_bytes};
+  return row * row_bytes;
 }
 
 void row_bases(const int32_t* matrix, int64_t world_size, int64_t num_experts, int64_t rank, int32_t* base) {

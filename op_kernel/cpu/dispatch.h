@@ -43,14 +43,10 @@ struct Source {
   const char* weight_list;
 };
 
-struct GatherResult {
-  int64_t bytes;  // payload bytes copied
-};
-
-// matrix: C [R, E]. Writes out [N, row_bytes] and, where weight_bytes is not 0, out_weights [N].
-GatherResult gather_rows(const RowKernels& kernels, const int32_t* matrix, int64_t world_size, int64_t num_experts,
-                         int64_t local_begin, int64_t local_end, const Source* sources, int64_t row_bytes, bool streaming,
-                         char* out, int64_t weight_bytes, char* out_weights);
+// matrix: C [R, E]. Writes out [N, row_bytes] and, where weight_bytes is not 0, out_weights [N]. Returns the payload bytes copied.
+int64_t gather_rows(const RowKernels& kernels, const int32_t* matrix, int64_t world_size, int64_t num_experts,
+                    int64_t local_begin, int64_t local_end, const Source* sources, int64_t row_bytes, bool streaming,
+                    char* out, int64_t weight_bytes, char* out_weights);
 
 // base[e] = the first row, among the rows its owner receives, of what `rank` sends to expert e; so that the row of a pair is
 // base[expert] + slot.

@@ -187,6 +187,21 @@ struct Layout {
   }
 };
 
+// Where the parts of a handle tensor begin, in int64 words, and how many words it has: handle_words() of op_host/layout.py.
+struct HandleWords {
+  int64_t counts, offsets, matrix, expert, row, total;
+
+  HandleWords(int64_t pairs, int64_t world_size, int64_t num_experts, int64_t local_experts) {
+    const auto int32s = [](int64_t count) { return (count + 1) / 2; };
+    counts = HANDLE_HEADER_WORDS;
+    offsets = counts + local_experts;
+    matrix = offsets + int32s(local_experts + 1);
+    expert = matrix + int32s(world_size * num_experts);
+    row = expert + int32s(pairs);
+    total = row + int32s(pairs);
+  }
+};
+
 inline void put64(int32_t* words, int at, int64_t value) {
   words[at] = static_cast<int32_t>(static_cast<uint64_t>(value) & 0xffffffffu);
   words[at + 1] = static_cast<int32_t>(static_cast<uint64_t>(value) >> 32);

@@ -10,6 +10,7 @@ import pickle
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,17 @@ def groups_are_not_copied(ctx: RankContext) -> None:
         assert "can't be pickled" in str(error)
 
 
+def _outcome(call: Callable[[], Any]) -> tuple[str, float]:
+    """ "ok" or the name of the error, and how long it took."""
+    start = time.monotonic()
+    try:
+        call()
+        result = "ok"
+    except errors.MoeA2AError as error:
+        result = type(error).__name__
+    return result, time.monotonic() - start
+
+
 class Unwilling(torch.Tensor):
     """Raises for whatever it is asked."""
 
@@ -264,32 +276,20 @@ def bad_x_of_any_kind_is_told(ctx: RankContext, kind: str) -> tuple[str, float]:
         "None": lambda: None,
         "meta": lambda: x.to("meta"),
     }[kind]()
-    start = time.monotonic()
-    try:
-        moe_a2a.dispatch(bad if ctx.rank == 1 else x, idx, group)
-        result = "dispatched"
-    except errors.MoeA2AError as error:
-        result = type(error).__name__
-    took = time.monotonic() - start
+    outcome = _outcome(lambda: moe_a2a.dispatch(bad if ctx.rank == 1 else x, idx, group))
     check_step(ctx, group, 5)
-    return result, took
+    return outcome
 
 
 def bad_weights_under_another_device(ctx: RankContext) -> tuple[str, float]:
     """Weights that are a list, with torch's default device elsewhere: only this rank's sum is lost."""
     group = ctx.fresh_group(**SIZES)
     d = _late_step(group)
-    start = time.monotonic()
     weights: Any = [1.0] if ctx.rank == 1 else None
-    try:
-        with torch.device("meta"):
-            moe_a2a.combine(d.x, d.handle, weights)
-        result = "combined"
-    except errors.MoeA2AError as error:
-        result = type(error).__name__
-    took = time.monotonic() - start
+    with torch.device("meta"):
+        outcome = _outcome(lambda: moe_a2a.combine(d.x, d.handle, weights))
     check_step(ctx, group, 5)
-    return result, took
+    return outcome
 
 
 def interrupted_creation(ctx: RankContext) -> tuple[int, int]:
@@ -349,15 +349,9 @@ def bad_y_of_any_kind_is_told(ctx: RankContext, kind: str) -> tuple[str, float]:
         "None": lambda: None,
         "bool": lambda: d.x > 0,
     }[kind]()
-    start = time.monotonic()
-    try:
-        moe_a2a.combine(bad if ctx.rank == 1 else d.x, d.handle)
-        result = "combined"
-    except errors.MoeA2AError as error:
-        result = type(error).__name__
-    took = time.monotonic() - start
+    outcome = _outcome(lambda: moe_a2a.combine(bad if ctx.rank == 1 else d.x, d.handle))
     check_step(ctx, group, 5)
-    return result, took
+    return outcome
 
 
 def descriptors_run_out(ctx: RankContext, spare: int) -> str:
