@@ -25,14 +25,30 @@ LIB = torch.library.Library("moe_a2a", "DEF")
 
 LIB.define("send_counts(Tensor topk_idx, int num_experts) -> (Tensor counts, Tensor slot)")
 LIB.define(
-    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0)"
+    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1)"
     " -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor handle)"
+)
+LIB.define(
+    "dispatch_full(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag=0, SymInt pad_to=-1,"
+    " int align=1, int quant=0)"
+    " -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor scales, Tensor handle)"
 )
 LIB.define("combine(Tensor y, Tensor handle, Tensor? topk_weights, SymInt num_tokens, str group) -> Tensor")
 LIB.define(
-    "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0)"
+    "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1)"
     " -> (Tensor x, Tensor weights, Tensor handle)"
 )
+LIB.define(
+    "dispatch_full_raw(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag, SymInt pad_to,"
+    " int align, int quant) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)"
+)
+LIB.define(
+    "dispatch_begin_raw(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag, SymInt pad_to,"
+    " int align, int quant) -> Tensor"
+)
+LIB.define("dispatch_wait_raw(Tensor ticket, str group) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)")
+LIB.define("combine_begin_raw(Tensor y, Tensor handle, str group) -> Tensor")
+LIB.define("combine_wait_raw(Tensor ticket, Tensor? topk_weights, str group) -> Tensor")
 LIB.define("combine_raw(Tensor y, Tensor handle, Tensor? topk_weights, str group) -> Tensor")
 LIB.define("window_x(int num_tokens, int hidden, int dtype_code, str group) -> Tensor")
 LIB.define("window_y(Tensor handle, int hidden, int dtype_code, str group) -> Tensor")
@@ -71,35 +87,109 @@ def _(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     )
 
 
+_QUANT_DTYPES = {1: torch.int8, 2: torch.float8_e4m3fn}
+
+
+def _fake_dispatch(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing: Tensor | None,
+    group: str,
+    pad_to: int,
+    quant: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, weights, scales, handle) as every kind of dispatch returns them."""
+    _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights, routing=routing)
+    if (topk_idx is None) == (routing is None):
+        raise RuntimeError("dispatch takes one of topk_idx and routing")
+    rows = _new_rows() if pad_to == -1 else pad_to
+    scales = {0: (0,), 1: (rows,), 2: (rows, -(-x.shape[1] // 128))}[quant]
+    words = _handle_size(topk_idx, group) if topk_idx is not None else routing.shape[0]  # type: ignore[union-attr]
+    return (
+        x.new_empty(rows, x.shape[1], dtype=_QUANT_DTYPES.get(quant, x.dtype)),
+        x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows),
+        x.new_empty(scales, dtype=torch.float32),
+        x.new_empty(words, dtype=torch.int64),
+    )
+
+
+def _fake_counts(x: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    local = find_group(group).num_local_experts
+    return x.new_empty(local, dtype=torch.int64), x.new_empty(local + 1, dtype=torch.int32)
+
+
 @torch.library.register_fake("moe_a2a::dispatch_raw", lib=LIB)
 def _(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    group: str,
+    tag: int = 0,
+    pad_to: int = -1,
+    align: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    rows = _new_rows()
-    weights = x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows)
-    return (
-        x.new_empty(rows, x.shape[1]),
-        weights,
-        x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
-    )
+    rows, weights, _, handle = _fake_dispatch(x, topk_idx, topk_weights, None, group, pad_to)
+    return rows, weights, handle
+
+
+@torch.library.register_fake("moe_a2a::dispatch_full_raw", lib=LIB)
+def _(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing: Tensor | None,
+    group: str,
+    tag: int,
+    pad_to: int,
+    align: int,
+    quant: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _fake_dispatch(x, topk_idx, topk_weights, routing, group, pad_to, quant)
 
 
 @torch.library.register_fake("moe_a2a::dispatch", lib=LIB)
 def _(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    group: str,
+    tag: int = 0,
+    pad_to: int = -1,
+    align: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    rows = _new_rows()
-    local = find_group(group).num_local_experts
-    weights = x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows)
-    return (
-        x.new_empty(rows, x.shape[1]),
-        x.new_empty(local, dtype=torch.int64),
-        x.new_empty(local + 1, dtype=torch.int32),
-        weights,
-        x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
-    )
+    rows, weights, _, handle = _fake_dispatch(x, topk_idx, topk_weights, None, group, pad_to)
+    return rows, *_fake_counts(x, group), weights, handle
+
+
+@torch.library.register_fake("moe_a2a::dispatch_full", lib=LIB)
+def _(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing: Tensor | None,
+    group: str,
+    tag: int = 0,
+    pad_to: int = -1,
+    align: int = 1,
+    quant: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, weights, scales, handle = _fake_dispatch(x, topk_idx, topk_weights, routing, group, pad_to, quant)
+    return rows, *_fake_counts(x, group), weights, scales, handle
+
+
+def _no_trace(operation: str) -> Any:
+    def fake(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"moe_a2a.{operation}: an asynchronous call can't be traced: what it returns depends on when it is waited for. "
+            "Leave async_op out inside torch.compile"
+        )
+
+    return fake
+
+
+for _operation in ("dispatch_begin_raw", "dispatch_wait_raw", "combine_begin_raw", "combine_wait_raw"):
+    torch.library.register_fake(f"moe_a2a::{_operation}", _no_trace(_operation.split("_")[0]), lib=LIB)
 
 
 @torch.library.register_fake("moe_a2a::combine", lib=LIB)
@@ -144,5 +234,5 @@ def _no_backward(operation: str) -> Any:
 
 
 # Without a formula autograd would return outputs that look like constants and lose the gradient without a word.
-for _operation in ("dispatch", "combine"):
+for _operation in ("dispatch", "dispatch_full", "combine"):
     torch.library.register_autograd(f"moe_a2a::{_operation}", _no_backward(_operation), lib=LIB)

@@ -3,7 +3,7 @@
 Every error names the operation, the argument, the offending value, the rank, what was expected and what to do.
 All of them derive from :class:`MoeA2AError` and from the builtin a caller would expect, so ``except ValueError`` works too.
 
-After ``BadValue``, ``BadType``, ``PeerAborted``, ``CallMismatch``, ``WindowTooSmall`` and ``HandleExpired`` the group stays
+After ``BadValue``, ``BadType``, ``PeerAborted``, ``CallMismatch``, ``PadTooSmall`` and ``HandleExpired`` the group stays
 usable: the failed call is used up on every rank and the next one works. After ``PeerLost`` (which includes ``PeerTimeout``)
 the group is poisoned, on every rank, and has to be closed and made anew; so it is when a signal interrupts a call that waits.
 After ``OutOfMemory`` it is usable, except where dispatch found no memory for its output after the rows were promised: then the
@@ -36,8 +36,8 @@ class CallMismatch(MoeA2AError, RuntimeError):
     """The ranks called the operation with arguments that don't go together; raised on every rank involved."""
 
 
-class WindowTooSmall(MoeA2AError, RuntimeError):
-    """Some rank would receive more rows than its window holds; raised on every rank, nothing was written."""
+class PadTooSmall(MoeA2AError, ValueError):
+    """Some rank would receive more rows than its pad_to; raised on every rank, nothing was exchanged."""
 
 
 class PeerLost(MoeA2AError, RuntimeError):
@@ -57,7 +57,8 @@ class GroupClosed(MoeA2AError, RuntimeError):
 
 
 class HandleExpired(MoeA2AError, RuntimeError):
-    """The handle was combined already, or ``depth`` newer dispatches have started; a local error."""
+    """The handle was combined already, or ``depth`` newer dispatches have started; also for what an asynchronous call returned
+    and was waited for already. A local error."""
 
 
 class OutOfMemory(MoeA2AError, MemoryError):
@@ -82,7 +83,7 @@ FAILURE_KINDS: dict[int, type[MoeA2AError]] = {
     2: BadType,
     3: PeerAborted,
     4: CallMismatch,
-    5: WindowTooSmall,
+    5: PadTooSmall,
     6: PeerLost,
     7: PeerTimeout,
     8: GroupPoisoned,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -24,9 +24,17 @@ from .op_host import native
 from .op_host.layout import DTYPE_CODES, HandleView
 
 _dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
+_dispatch_full_raw = torch.ops.moe_a2a.dispatch_full_raw.default
+_dispatch_begin_raw = torch.ops.moe_a2a.dispatch_begin_raw.default
+_dispatch_wait_raw = torch.ops.moe_a2a.dispatch_wait_raw.default
 _combine_raw = torch.ops.moe_a2a.combine_raw.default
+_combine_begin_raw = torch.ops.moe_a2a.combine_begin_raw.default
+_combine_wait_raw = torch.ops.moe_a2a.combine_wait_raw.default
 _dispatch = torch.ops.moe_a2a.dispatch.default
+_dispatch_full = torch.ops.moe_a2a.dispatch_full.default
 _combine = torch.ops.moe_a2a.combine.default
+
+QUANTIZE = {None: 0, "int8": 1, "fp8_e4m3": 2}
 
 
 class Handle:
@@ -79,16 +87,23 @@ class Dispatched:
     """What dispatch returns.
 
     Attributes:
-        x: [N, H], rows in (local expert, source rank, token, k) order.
-        weights: [N] in topk_weights' dtype, or None when none were given.
+        x: [N, H], rows in (local expert, source rank, token, k) order; with ``align`` each expert's rows are followed by zero
+            rows up to a multiple of it, with ``pad_to=M`` it is [M, H] with zero rows behind the others. int8 or
+            float8_e4m3fn when quantised.
+        weights: [N] in topk_weights' dtype (0 in padding), or None when none were given.
+        scales: float32, what ``x`` is to be multiplied with: [N] for int8, [N, ceil(H / 128)] for fp8_e4m3 (0 in padding);
+            None when not quantised.
         handle: what combine needs.
     """
 
-    __slots__ = ("handle", "weights", "x")
+    __slots__ = ("handle", "scales", "weights", "x")
 
-    def __init__(self, x: Tensor, weights: Tensor | None, handle: Handle) -> None:
+    def __init__(
+        self, x: Tensor, weights: Tensor | None, handle: Handle, scales: Tensor | None = None
+    ) -> None:
         self.x = x
         self.weights = weights
+        self.scales = scales
         self.handle = handle
 
     @property
@@ -98,20 +113,23 @@ class Dispatched:
 
     @property
     def offsets(self) -> Tensor:
-        """[E_local + 1] int32: first row of each local expert, and N; ``offsets[1:]`` is what F.grouped_mm takes."""
+        """[E_local + 1] int32: first row of each local expert, and N; ``offsets[1:]`` is what F.grouped_mm takes. With ``align``
+        each is a multiple of it, so an expert's part has ``counts`` rows and then zero rows.
+        """
         return self.handle.view.offsets
 
     def empty_like_rows(self, dtype: torch.dtype | None = None, hidden: int | None = None) -> Tensor:
         """An uninitialised [N, H] tensor in this rank's window for the experts' results, so that combine copies nothing.
 
         One a handle: every call returns the same memory. It may be written until combine, and must not be afterwards, nor
-        once the handle has expired. On the collective transport it is an ordinary tensor.
+        once the handle has expired. On the collective transport, and where more rows came than the window holds
+        (max_recv_rows), it is an ordinary tensor.
 
         Args:
-            dtype: x's by default.
+            dtype: x's by default (what x had before it was quantised).
             hidden: x's H by default.
         """
-        dtype = self.x.dtype if dtype is None else dtype
+        dtype = self.handle.view.dtype if dtype is None else dtype
         hidden = self.x.shape[1] if hidden is None else hidden
         code = DTYPE_CODES.get(dtype)
         if code is None:
@@ -128,6 +146,85 @@ class Dispatched:
 
     def __repr__(self) -> str:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
+
+
+class PendingDispatch:
+    """A dispatch under way: what ``dispatch(..., async_op=True)`` returns."""
+
+    __slots__ = ("_done", "_quantised", "_ticket", "_weighted", "group")
+
+    def __init__(
+        self,
+        group: EPGroup,
+        ticket: Tensor | None,
+        weighted: bool,
+        quantised: bool,
+        done: Dispatched | None = None,
+    ) -> None:
+        self.group = group
+        self._ticket = ticket
+        self._weighted = weighted
+        self._quantised = quantised
+        self._done = done
+
+    def wait(self) -> Dispatched:
+        """Receives the rows; a second call returns the same object.
+
+        Raises:
+            HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`dispatch`, for what the call's peers did.
+        """
+        if self._done is None:
+            try:
+                rows, weights, scales, meta = _dispatch_wait_raw(self._ticket, self.group.name)
+            except RuntimeError as error:
+                self.group._check_open("moe_a2a.dispatch")
+                native.raise_failure(error, f"moe_a2a.dispatch: {error}")
+            self._done = Dispatched(
+                rows,
+                weights if self._weighted else None,
+                Handle(meta, self.group),
+                scales if self._quantised else None,
+            )
+        return self._done
+
+    def __repr__(self) -> str:
+        return f"PendingDispatch({'received' if self._done is not None else 'under way'}, {self.group.name})"
+
+
+class PendingCombine:
+    """A combine under way: what ``combine(..., async_op=True)`` returns."""
+
+    __slots__ = ("_done", "_ticket", "_weights", "group")
+
+    def __init__(
+        self, group: EPGroup, ticket: Tensor | None, weights: Tensor | None, done: Tensor | None = None
+    ) -> None:
+        self.group = group
+        self._ticket = ticket
+        self._weights = weights
+        self._done = done
+
+    def wait(self) -> Tensor:
+        """Sums the rows; a second call returns the same tensor.
+
+        Raises:
+            HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`combine`, for bad weights and for what
+            the peers did.
+        """
+        if self._done is None:
+            try:
+                self._done = _combine_wait_raw(self._ticket, self._weights, self.group.name)
+            except Exception as error:
+                self.group._check_open("moe_a2a.combine")
+                wrong = _wrong_tensor(topk_weights=self._weights)
+                native.raise_failure(
+                    error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}"
+                )
+            self._weights = None
+        return self._done
+
+    def __repr__(self) -> str:
+        return f"PendingCombine({'received' if self._done is not None else 'under way'}, {self.group.name})"
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -155,58 +252,175 @@ def _wants_gradient(rows: Tensor, topk_weights: Tensor | None) -> bool:
     )
 
 
+def _quant_code(quantize: str | None) -> int:
+    code = QUANTIZE.get(quantize) if quantize is None or isinstance(quantize, str) else None
+    if code is None:
+        raise ValueError(f"quantize = {quantize!r}; expected None, 'int8' or 'fp8_e4m3'")
+    return code
+
+
+def _meta_of(routing: Any) -> Tensor:
+    handle = routing.handle if isinstance(routing, Dispatched) else routing
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"routing is a {type(routing).__name__}; expected the .handle of what dispatch returned"
+        )
+    return handle.meta
+
+
+@overload
 def dispatch(
     x: Tensor,
-    topk_idx: Tensor,
+    topk_idx: Tensor | None,
     group: EPGroup,
     topk_weights: Tensor | None = None,
     *,
+    routing: Handle | Dispatched | None = None,
+    pad_to: int | None = None,
+    align: int = 1,
+    quantize: str | None = None,
+    async_op: Literal[False] = False,
     tag: str | int | None = None,
-) -> Dispatched:
+) -> Dispatched: ...
+
+
+@overload
+def dispatch(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    group: EPGroup,
+    topk_weights: Tensor | None = None,
+    *,
+    routing: Handle | Dispatched | None = None,
+    pad_to: int | None = None,
+    align: int = 1,
+    quantize: str | None = None,
+    async_op: Literal[True],
+    tag: str | int | None = None,
+) -> PendingDispatch: ...
+
+
+def dispatch(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    group: EPGroup,
+    topk_weights: Tensor | None = None,
+    *,
+    routing: Handle | Dispatched | None = None,
+    pad_to: int | None = None,
+    align: int = 1,
+    quantize: str | None = None,
+    async_op: bool = False,
+    tag: str | int | None = None,
+) -> Dispatched | PendingDispatch:
     """Sends every token to the ranks that own its experts. Collective: every rank of the group calls it.
+
+    What the window can't take at once goes in waves, so nothing is ever dropped.
 
     Args:
         x: [T, H] float32, bfloat16, float16 or float64, any strides. T may be 0 and differ between ranks; H and dtype may not.
         topk_idx: [T, K] int32 or int64, any strides; global expert ids, -1 for no expert, duplicates allowed.
         group: the EPGroup.
         topk_weights: [T, K] of a float type, any strides; travel with the rows when given. Must be given by all ranks or none.
+        routing: the handle of an earlier dispatch on this group, whose routing is used again; topk_idx is None then. Every rank
+            uses that of the same call. The handle needn't be open any more.
+        pad_to: M: the result has exactly M rows, so nothing in it depends on the routing. May differ between ranks. None: as many
+            as come.
+        align: the rows of each expert are padded to a multiple of this with zero rows. The same on all ranks.
+        quantize: "int8" (a scale for each token) or "fp8_e4m3" (a scale for each 128 columns of a token): rows travel, and
+            arrive, quantised. See :func:`quantize_rows` for what happens to NaN and infinity. The same on all ranks.
+        async_op: return at once with an object whose ``wait()`` gives the result; x may be written again at once, unless it
+            came from ``group.empty``. Up to ``depth`` dispatches can be under way.
         tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch`` instead of each other's rows.
 
     Returns:
-        :class:`Dispatched`; its tensors are this rank's own and never alias a window.
+        :class:`Dispatched`, whose tensors are this rank's own and never alias a window; or :class:`PendingDispatch`.
 
     Raises:
         BadType, BadValue: bad input on this rank, before anything was sent.
-        PeerAborted: bad input on another rank. CallMismatch: the ranks' calls differ. WindowTooSmall: some rank would receive
-        more than max_recv_rows rows. The group stays usable after each of these.
+        PeerAborted: bad input on another rank. CallMismatch: the ranks' calls differ. PadTooSmall: some rank would receive
+        more rows than its pad_to. The group stays usable after each of these.
         PeerTimeout, PeerLost: a peer didn't come, ended or left; the group is poisoned.
         GroupPoisoned, GroupClosed: no further calls.
     """
+    scales: Tensor | None = None
     try:
-        if group._exchange is None and not _wants_gradient(x, topk_weights):
-            rows, weights, meta = _dispatch_raw(
-                x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
-            )
+        tag_id = 0 if tag is None else _tag_id(tag)
+        pad = -1 if pad_to is None else pad_to
+        raw = group._exchange is None and not _wants_gradient(x, topk_weights)
+        if routing is None and quantize is None and not async_op:
+            if raw:
+                rows, weights, meta = _dispatch_raw(
+                    x, topk_idx, topk_weights, group.name, tag_id, pad, align
+                )
+            else:
+                rows, _, _, weights, meta = _dispatch(
+                    x, topk_idx, topk_weights, group.name, tag_id, pad, align
+                )
         else:
-            rows, _, _, weights, meta = _dispatch(
-                x, topk_idx, topk_weights, group.name, 0 if tag is None else _tag_id(tag)
-            )
+            if pad_to is not None and pad_to < 0:
+                raise ValueError(f"pad_to = {pad_to}; expected a number of rows, or None")
+            quant = _quant_code(quantize)
+            again = None if routing is None else _meta_of(routing)
+            full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)
+            if async_op and raw:
+                ticket = _dispatch_begin_raw(*full)
+                return PendingDispatch(group, ticket, topk_weights is not None, quantize is not None)
+            if raw:
+                rows, weights, scales, meta = _dispatch_full_raw(*full)
+            else:
+                rows, _, _, weights, scales, meta = _dispatch_full(*full)
     except errors.MoeA2AError:
         group._check_open("moe_a2a.dispatch")
         raise
     except Exception as error:
-        _fail_dispatch(group, error, x, topk_idx, topk_weights, tag)
-    return Dispatched(rows, None if topk_weights is None else weights, Handle(meta, group))
+        _fail_dispatch(group, error, x, topk_idx, topk_weights, tag, routing is not None)
+    result = Dispatched(
+        rows,
+        None if topk_weights is None else weights,
+        Handle(meta, group),
+        None if quantize is None else scales,
+    )
+    return PendingDispatch(group, None, False, False, result) if async_op else result
 
 
-def combine(y: Tensor, handle: Handle | Dispatched, topk_weights: Tensor | None = None) -> Tensor:
+@overload
+def combine(
+    y: Tensor,
+    handle: Handle | Dispatched,
+    topk_weights: Tensor | None = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def combine(
+    y: Tensor,
+    handle: Handle | Dispatched,
+    topk_weights: Tensor | None = None,
+    *,
+    async_op: Literal[True],
+) -> PendingCombine: ...
+
+
+def combine(
+    y: Tensor,
+    handle: Handle | Dispatched,
+    topk_weights: Tensor | None = None,
+    *,
+    async_op: bool = False,
+) -> Tensor | PendingCombine:
     """Brings the experts' results back and sums the K rows of each token. Collective, once for a handle.
 
     Args:
-        y: [N, H] of a float type, any strides: a result for each row of ``Dispatched.x``, in its order. The dtype may be
-            another than x's, and must be the same on all ranks.
+        y: [N, H] of a float type, any strides: a result for each row of ``Dispatched.x``, in its order; rows of padding are not
+            looked at. The dtype may be another than x's, and must be the same on all ranks.
         handle: of the dispatch; what dispatch returned will do, too.
         topk_weights: [T, K] of a float type; None sums the rows as they are.
+        async_op: return at once with an object whose ``wait()`` gives the result. y may be written again at once, unless it
+            lies in the window (``empty_like_rows``); the weights must stay as they are until ``wait()``. Where rows go in waves
+            (see ``max_recv_rows``) the call waits for its peers.
 
     Returns:
         [T, H] in y's dtype: ``sum over k of weight * y``, accumulated in the wider of float32 and y's dtype, in k order,
@@ -227,9 +441,13 @@ def combine(y: Tensor, handle: Handle | Dispatched, topk_weights: Tensor | None 
             f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
         ) from None
     try:
-        if group._exchange is None and not _wants_gradient(y, topk_weights):
+        raw = group._exchange is None and not _wants_gradient(y, topk_weights)
+        if async_op and raw:
+            return PendingCombine(group, _combine_begin_raw(y, handle.meta, group.name), topk_weights)
+        if raw:
             return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
-        return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
+        out = _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)
+        return PendingCombine(group, None, None, out) if async_op else out  # type: ignore[no-any-return]
     except errors.MoeA2AError:
         group._check_open("moe_a2a.combine")
         raise
@@ -241,12 +459,12 @@ def combine(y: Tensor, handle: Handle | Dispatched, topk_weights: Tensor | None 
 # argument that isn't a tensor, say) happened before anything was sent, and the peers must hear of it.
 
 
-def _wrong_tensor(**arguments: Any) -> str:
+def _wrong_tensor(has_routing: bool = False, **arguments: Any) -> str:
     """What keeps torch from handing these arguments to the kernels; "" when it isn't they."""
     # A subclass may raise for whatever it is asked; it isn't asked here.
     with torch._C.DisableTorchFunctionSubclass():
         for name, value in arguments.items():
-            if value is None and name == "topk_weights":
+            if value is None and (name == "topk_weights" or (name == "topk_idx" and has_routing)):
                 continue
             if not isinstance(value, Tensor):
                 return f"{name} is a {type(value).__name__}; expected a torch.Tensor"
@@ -258,7 +476,13 @@ def _wrong_tensor(**arguments: Any) -> str:
 
 
 def _fail_dispatch(
-    group: Any, error: Exception, x: Any, topk_idx: Any, topk_weights: Any, tag: str | int | None
+    group: Any,
+    error: Exception,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    tag: str | int | None,
+    has_routing: bool,
 ) -> NoReturn:
     """Raises the named error behind ``error``."""
     if not isinstance(group, EPGroup):
@@ -278,7 +502,7 @@ def _fail_dispatch(
     group._check_open("moe_a2a.dispatch")
     if detect_fake_mode((x, topk_idx, topk_weights)) is not None:
         raise error  # nobody waits for a call that is only traced
-    wrong = _wrong_tensor(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    wrong = _wrong_tensor(has_routing, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     reason = f"moe_a2a.dispatch: on rank {group.rank}, {wrong or error}"
     if group._exchange is not None:
         group._exchange.abort(errors.BadType(reason))
@@ -319,17 +543,41 @@ def _fail_combine(group: EPGroup, error: Exception, y: Any, handle: Handle, topk
 # ------------------------------------------------------------------------------------------- the differentiable operators
 
 
-def _dispatch_impl(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: str, tag: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _dispatch_full_impl(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing: Tensor | None,
+    group: str,
+    tag: int = 0,
+    pad_to: int = -1,
+    align: int = 1,
+    quant: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     exchange = find_group(group)._exchange
+    options = (x, topk_idx, topk_weights, routing)
     if exchange is not None:
-        rows, weights, meta = exchange.dispatch(x, topk_idx, topk_weights, tag)
+        rows, weights, scales, meta = exchange.dispatch(*options, tag, pad_to, align, quant)
     else:
-        rows, weights, meta = _dispatch_raw(x, topk_idx, topk_weights, group, tag)
+        rows, weights, scales, meta = _dispatch_full_raw(*options, group, tag, pad_to, align, quant)
     view = HandleView(meta)
     # Copies: an operator's outputs must not be views of each other.
-    return rows, view.counts.clone(), view.offsets.clone(), weights, meta
+    return rows, view.counts.clone(), view.offsets.clone(), weights, scales, meta
+
+
+def _dispatch_impl(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    group: str,
+    tag: int = 0,
+    pad_to: int = -1,
+    align: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, counts, offsets, weights, _, meta = _dispatch_full_impl(
+        x, topk_idx, topk_weights, None, group, tag, pad_to, align
+    )
+    return rows, counts, offsets, weights, meta
 
 
 def _combine_impl(
@@ -342,4 +590,5 @@ def _combine_impl(
 
 
 _ops.LIB.impl("dispatch", _dispatch_impl, "CPU")
+_ops.LIB.impl("dispatch_full", _dispatch_full_impl, "CPU")
 _ops.LIB.impl("combine", _combine_impl, "CPU")

@@ -9,7 +9,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -27,7 +27,7 @@ from .op_host.layout import (
     expert_ranges,
     window_layout,
 )
-from .op_host.tiling import cpu_tiling
+from .op_host.tiling import PROTOCOLS, cpu_tiling, may_push
 from .op_host.window import (
     WindowAddress,
     WindowFile,
@@ -87,6 +87,7 @@ class _Config:
     timeout: float
     warmup_timeout: float
     record_format: str
+    protocol: str
     code_max: int | None
     first_epoch: int
     layout_version: int = LAYOUT_VERSION
@@ -182,14 +183,16 @@ class EPGroup:
         top_k: the largest K.
         max_tokens: the largest T, tokens of one rank in one dispatch.
         hidden_size, dtype: the widest row; layers with narrower rows can share the group.
-        max_recv_rows: rows the window holds for what this rank's experts return; None is twice the fair share,
-            or 16 MiB of rows where that is more. More in one dispatch is ``WindowTooSmall`` on every rank.
+        max_recv_rows: rows the window holds of what this rank's experts receive or return; None is twice the fair share, or
+            16 MiB of rows where that is more. What doesn't fit goes in waves, which cost time but drop nothing.
         depth: handles open at once, at least 2: a handle can be combined while fewer than ``depth`` newer dispatches have
-            started.
+            started. As many asynchronous dispatches can be under way.
         transport: "auto", "cpu-shm" (windows in shared memory, one host) or "collective" (torch.distributed).
         timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
         warmup_timeout: the same, until a peer's first call.
-        record_format: "auto", "compact" or "portable" (see docs/protocol.md).
+        record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
+        protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto", by size, as
+            ``op_host/tiling.py`` says. Push needs more memory; asynchronous dispatches pull in any case.
 
     Raises:
         BadValue, BadType: an argument can't be used, or ranks differ; on every rank.
@@ -218,8 +221,10 @@ class EPGroup:
         timeout: float = 600.0,
         warmup_timeout: float = 3600.0,
         record_format: str = "auto",
+        protocol: str = "auto",
         _code_max: int | None = None,
         _first_epoch: int = 1,
+        _tiling: dict[str, int] | None = None,
     ) -> None:
         self._closed = False
         self._exchange: CollectiveExchange | None = None
@@ -244,6 +249,7 @@ class EPGroup:
                 timeout=timeout,
                 warmup_timeout=warmup_timeout,
                 record_format=record_format,
+                protocol=protocol,
                 code_max=_code_max,
                 first_epoch=_first_epoch,
             )
@@ -265,6 +271,8 @@ class EPGroup:
         self.num_local_experts = len(self.local_experts)
         self.name = f"moe_a2a.{next(_numbers)}"
         self.layout = layout
+        self.protocol = config.protocol
+        self._tiling = replace(cpu_tiling(world_size, protocol=protocol), **(_tiling or {}))
         self.process_group = group
         self.transport = self._choose(meeting, config)
         _groups[self.name] = self
@@ -390,7 +398,7 @@ class EPGroup:
                     self.name,
                     self.layout,
                     self.rank,
-                    cpu_tiling(self.world_size),
+                    self._tiling,
                     [mapped[peer] for peer in range(self.world_size)],
                     [pidfds.get(peer, -1) for peer in range(self.world_size)],
                     int(config.timeout * 1e9),
@@ -428,8 +436,8 @@ class EPGroup:
     ) -> torch.Tensor:
         """An uninitialised tensor [num_tokens, hidden] that lies in this rank's window, so that dispatch needn't copy it.
 
-        It serves one dispatch, and must not be written again until the next dispatch on the group has returned: peers may
-        be reading it. ``depth`` such tensors can exist at once. With the portable record format rows are padded to 512
+        It serves one dispatch, and must not be written again until the next dispatch on the group has returned (with
+        asynchronous ones: until all ranks have waited for the dispatch): peers may be reading it. ``depth`` such tensors can exist at once. With the portable record format rows are padded to 512
         bytes, so the tensor isn't contiguous. On the collective transport it is an ordinary tensor.
 
         Args:
@@ -461,8 +469,10 @@ class EPGroup:
         Returns:
             ``epoch`` (dispatches started), ``dispatches``, ``combines``; ``tokens_per_expert`` (list, rows each local
             expert received); ``send_count_matrix`` (int32 [R, E] of the last dispatch); ``sent_rows`` and
-            ``received_rows`` (rows that crossed ranks); ``copied_bytes`` (payload bytes this rank copied:
-            ``dispatch_in``, ``dispatch_out``, ``combine_in``, ``combine_out``); ``wait_seconds`` (list by rank, time spent
+            ``received_rows`` (rows that crossed ranks); ``pushes`` (dispatches and combines in which this rank pushed);
+            ``waves`` (that dispatches took, and combines that took more than one); ``copied_bytes`` (payload bytes this rank
+            copied: ``dispatch_in`` and ``combine_in`` into its own window, ``dispatch_push`` and ``combine_push`` into
+            windows of others, ``dispatch_out`` and ``combine_out`` into results); ``wait_seconds`` (list by rank, time spent
             waiting for each peer). The collective transport counts nothing of this and returns {}.
         """
         self._check_open("moe_a2a.EPGroup.stats")
@@ -480,11 +490,15 @@ class EPGroup:
             "send_count_matrix": matrix,
             "sent_rows": stats.sent_rows,
             "received_rows": stats.received_rows,
+            "pushes": stats.pushes,
+            "waves": stats.waves,
             "copied_bytes": {
                 "dispatch_in": stats.dispatch_in_bytes,
                 "dispatch_out": stats.dispatch_out_bytes,
                 "combine_in": stats.combine_in_bytes,
                 "combine_out": stats.combine_out_bytes,
+                "dispatch_push": stats.dispatch_push_bytes,
+                "combine_push": stats.combine_push_bytes,
             },
             "wait_seconds": [waited * 1e-9 for waited in stats.waited_ns],
         }
@@ -501,6 +515,7 @@ class EPGroup:
         max_recv_rows: int | None = None,
         depth: int = 2,
         record_format: str = "auto",
+        protocol: str = "auto",
     ) -> SizeHint:
         """Bytes of shared memory that each rank of such a group takes; makes nothing."""
         _, layout = _check_arguments(
@@ -517,6 +532,7 @@ class EPGroup:
             timeout=1.0,
             warmup_timeout=1.0,
             record_format=record_format,
+            protocol=protocol,
             code_max=None,
             first_epoch=1,
         )
@@ -604,6 +620,7 @@ def _check_arguments(
     timeout: float,
     warmup_timeout: float,
     record_format: str,
+    protocol: str,
     code_max: int | None,
     first_epoch: int,
 ) -> tuple[_Config, WindowLayout]:
@@ -641,7 +658,16 @@ def _check_arguments(
         raise errors.BadValue(
             f"moe_a2a.EPGroup: transport = {transport_name!r} {where}; expected one of {', '.join(transport.NAMES)}"
         )
-    formats = {"auto": Format.COMPACT, "compact": Format.COMPACT, "portable": Format.PORTABLE}
+    if protocol not in PROTOCOLS:
+        raise errors.BadValue(
+            f"moe_a2a.EPGroup: protocol = {protocol!r} {where}; expected one of {', '.join(PROTOCOLS)}"
+        )
+    formats = {
+        "auto": Format.COMPACT,
+        "compact": Format.COMPACT,
+        "portable": Format.PORTABLE,
+        "line": Format.LINE,
+    }
     if record_format not in formats:
         raise errors.BadValue(
             f"moe_a2a.EPGroup: record_format = {record_format!r} {where}; expected one of {', '.join(formats)}"
@@ -661,6 +687,7 @@ def _check_arguments(
             recv_rows=recv_rows,
             slots=depth,
             record_format=formats[record_format],
+            push=may_push(protocol),
             code_max=code_max,
         )
     except ValueError as error:
@@ -677,6 +704,7 @@ def _check_arguments(
         timeout=float(timeout),
         warmup_timeout=float(warmup_timeout),
         record_format=record_format,
+        protocol=protocol,
         code_max=code_max,
         first_epoch=first_epoch,
     )

@@ -44,7 +44,6 @@ from .errors import (
     PeerAborted,
     PeerLost,
     PeerTimeout,
-    WindowTooSmall,
 )
 from .op_host.layout import CODE_DTYPES, DTYPE_CODES, HandleView, expert_ranges, pack_handle
 
@@ -689,7 +688,7 @@ class CollectiveExchange:
             BadType, BadValue: bad input on this rank.
             PeerAborted: bad input on another rank.
             CallMismatch: ranks disagree on H, dtype, weights, tag or the operation.
-            WindowTooSmall: some rank would receive more than max_recv_rows rows.
+            PadTooSmall: some rank would receive more rows than its pad_to.
             PeerLost, PeerTimeout: torch.distributed failed; only after these the exchange is not usable.
         """
         self._check_usable("moe_a2a.dispatch")
@@ -718,7 +717,6 @@ class CollectiveExchange:
         if reasons:
             raise self._peer_aborted(_DISPATCH, reasons)
         self._check_agreement(_DISPATCH, headers, ("epoch", "hidden", "dtype", "weight_dtype", "tag"))
-        self._check_room(counts_RE)
 
         local = self._experts[self.rank]
         with self._in_step():
@@ -916,15 +914,6 @@ class CollectiveExchange:
                     f"{_OPERATIONS[kind]}: the ranks disagree on {what} in call {self._epoch}: {said} (this "
                     f"is rank {self.rank}); all have to make the same calls in the same order, and {what} "
                     f"has to be the same"
-                )
-
-    def _check_room(self, counts_RE: Tensor) -> None:
-        for rank, rows in enumerate(self._rows_of_owner(counts_RE).sum(0).tolist()):
-            if rows > self.max_recv_rows:
-                raise WindowTooSmall(
-                    f"moe_a2a.dispatch: rank {rank} would receive {rows} rows in call {self._epoch}, more "
-                    f"than max_recv_rows = {self.max_recv_rows} (this is rank {self.rank}); "
-                    f"create the group with max_recv_rows >= {rows}"
                 )
 
     def _peer_aborted(self, kind: int, reasons: dict[int, str]) -> PeerAborted:

@@ -13,16 +13,25 @@ A window of rank p holds, in this order::
     status      R cells; cell q is written by rank q only: OK, POISON, LEFT
     record      NREC x R records; record [n mod NREC][q] is written by rank q only: its send counts of call n
     combine     NS x R cells; cell [h mod NS][q] is written by rank q only: "the rows of y you need are there"
-    token list  NS x int32[max_tokens * K]: p's (token, k) pairs sorted by expert, as token numbers (pull dispatch)
-    weight      NS x 8 bytes x [max_tokens * K]: the routing weights in the same order, when they travel
-    x           (NS + NSTAGE) x max_tokens rows: what p dispatches; the last NSTAGE are handed out by ``group.empty``
-    y           NS x max_recv_rows rows: what p's experts made of the rows p received
+    wave        NS x 3 x R cells; cell [n mod NS][what][q] is written by rank q only: how many waves of call n are done
+    token list  NX x int32[max_tokens * K]: p's (token, k) pairs sorted by expert, as token numbers (pull dispatch)
+    weight      NX x 8 bytes x [max_tokens * K]: the routing weights in the same order, when they travel
+    x           (NX + NSTAGE) x max_tokens rows: what p dispatches; the last NSTAGE are handed out by ``group.empty``
+    y           NS x max_recv_rows rows: what p's experts made of the rows p received (pull combine)
+
+and, in groups that may push::
+
+    row         NS x max_recv_rows rows: what p receives, written by the sources, each row by one of them (push dispatch)
+    row flag    NS x max_recv_rows codes, by row: "this row and those before it of its group are there" (not in line)
+    z           NS x max_tokens * K rows: what the owners return to p, in the order of p's token list (push combine)
 
 Formats, chosen once per group:
 
 * ``compact``: a code is a u64 in front of what it guards; rows are packed. For groups of CPU ranks.
 * ``portable``: a code is a block of 32 bytes, eight equal int32, behind what it guards; rows start at multiples of 512
   bytes. For groups in which a rank moves data by DMA and tests a block with min == max == code.
+* ``line``: data as flag. What a rank writes into another one's window is cut in lines of 512 bytes, 480 of payload and a
+  block of 32, so that a line proves itself. For links that promise no order between two writes.
 """
 
 from __future__ import annotations
@@ -34,16 +43,42 @@ from typing import Any
 
 import torch
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = 0x6D6F655F61326131  # "moe_a2a1", big endian: the first eight bytes of a window as an int64
 PAGE = 2 * 1024 * 1024  # windows and their row regions are cut in huge pages
 REGION_ALIGN = 4096
-LINE = 64
+CACHE_LINE = 64
+LINE = 512  # of the line format: LINE_PAYLOAD bytes, then a code block
+LINE_PAYLOAD = 480
 
 
 class Format(enum.IntEnum):
     COMPACT = 0
     PORTABLE = 1
+    LINE = 2
+
+
+class Mode(enum.IntEnum):
+    """Who moves the rows of a source (dispatch) or of an owner (combine)."""
+
+    PULL = 0
+    PUSH = 1
+
+
+class Quant(enum.IntEnum):
+    """How rows are quantised while they travel."""
+
+    NONE = 0
+    INT8 = 1
+    FP8_E4M3 = 2
+
+
+class Wave(enum.IntEnum):
+    """What a wave cell of rank q in the window of p counts."""
+
+    DISPATCH_READ = 0  # waves of p's pushed rows that q has copied out of its window
+    COMBINE_READY = 1  # waves of y that q has made readable for p
+    COMBINE_READ = 2  # waves of p's y that q has copied
 
 
 class HeaderWord(enum.IntEnum):
@@ -90,6 +125,7 @@ class Phase(enum.IntEnum):
     COMBINE_WRITE = 4
     COMBINE_WAIT = 5
     COMBINE_SUM = 6
+    DISPATCH_PUSH = 7
 
 
 class RecordWord(enum.IntEnum):
@@ -107,15 +143,20 @@ class RecordWord(enum.IntEnum):
     WEIGHT_DTYPE = 9  # DTYPE_CODES, 0 when no weights travel
     TOP_K = 10
     MODE = 11  # 0 pull, 1 push
-    PAD_LO = 12  # pad_to, -1 when exact
+    PAD_LO = 12  # pad_to of this source as an owner, -1 when exact
     PAD_HI = 13
-    ALIGN = 14  # rows an expert's share is padded to, 1 when not
+    ALIGN = 14  # an expert's rows are padded to a multiple of this, 1 when not
     TAG_LO = 15
     TAG_HI = 16
     X_LO = 17  # byte offset of x in its owner's window
     X_HI = 18
     X_STRIDE = 19  # bytes from one row of x to the next
     TEXT_BYTES = 20  # abort: bytes of UTF-8 text in the payload
+    FLAG_ROWS = 21  # push: rows of an expert that share a flag, 0 all of them
+    ROUTING_LO = 22  # 0, or a digest of the matrix that is used again; then the payload is empty
+    ROUTING_HI = 23
+    READ_LO = 24  # the source reads nothing of calls up to this one any more
+    READ_HI = 25
 
 
 class CellWord(enum.IntEnum):
@@ -128,6 +169,7 @@ class CellWord(enum.IntEnum):
     Y_LO = 4  # byte offset of y in its owner's window
     Y_HI = 5
     TEXT_BYTES = 6
+    MODE = 7  # 0 pull: rows are in the owner's y; 1 push: rows are in the reader's z
 
 
 class StatusWord(enum.IntEnum):
@@ -142,18 +184,20 @@ class StatusWord(enum.IntEnum):
 
 
 class ProgressWord(enum.IntEnum):
-    """int64 words of the progress cell."""
+    """int64 words of the progress cell. EPOCH is the group's call counter itself: a call reads it, adds one and writes it back,
+    so it means the same to a kernel whose arguments were frozen in a graph."""
 
     EPOCH = 0
     PHASE = 1
-    STEPS = 2
+    VERDICT = 2  # how the last call that ended did: 0, or the number of its error
 
 
 RECORD_HEADER_WORDS = 30
 RECORD_TEXT_BYTES = 480  # room for an abort's text even where E is small
 CELL_BODY_WORDS = 8
 CELL_TEXT_BYTES = 192
-CODE_BLOCK = 32  # portable: eight equal int32
+CODE_BLOCK = 32  # portable and line: eight equal int32
+ROW_TAIL = 32  # at most, beside a row: scales that quantising doesn't make room for, alignment and a weight
 
 DTYPE_CODES: dict[torch.dtype, int] = {
     torch.float32: 1,
@@ -167,6 +211,15 @@ CODE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODE
 def align_up(value: int, to: int) -> int:
     """The smallest multiple of ``to`` that is not below ``value``."""
     return -(-value // to) * to
+
+
+def lines_for(size: int) -> int:
+    """Lines that ``size`` bytes take in the line format.
+
+    >>> lines_for(480), lines_for(481)
+    (1, 2)
+    """
+    return -(-size // LINE_PAYLOAD)
 
 
 def row_offset(region: int, slot: int, slot_stride: int, row: int, row_stride: int) -> int:
@@ -192,10 +245,12 @@ class WindowLayout:
     recv_rows: int  # rows of one y slot
     slots: int  # NS: handles open at once
     record_slots: int  # NREC
+    source_slots: int  # NX: slots of token list, weight and x
     stage_slots: int  # NSTAGE: x slots that group.empty hands out
     code_max: int  # V: codes are 1..V
     generation: int
     row_align: int  # rows start at multiples of this
+    push: int  # 1 when the push regions exist
     progress: int
     status: int
     status_stride: int
@@ -215,6 +270,12 @@ class WindowLayout:
     cell_text: int
     cell_text_bytes: int
     cell_code: int
+    wave: int
+    wave_slot_stride: int
+    wave_kind_stride: int
+    wave_stride: int
+    wave_mark: int
+    wave_code: int
     token_list: int
     token_list_slot_stride: int
     weight: int
@@ -223,6 +284,13 @@ class WindowLayout:
     x_slot_stride: int
     y: int
     y_slot_stride: int
+    row: int
+    row_slot_stride: int
+    row_flag: int
+    row_flag_slot_stride: int
+    row_flag_stride: int
+    z: int
+    z_slot_stride: int
     total_bytes: int
 
     def params(self) -> list[int]:
@@ -249,10 +317,14 @@ class WindowLayout:
             "status": self.status,
             "record": self.record,
             "combine": self.cell,
+            "wave": self.wave,
             "token_list": self.token_list,
             "weight": self.weight,
             "x": self.x,
             "y": self.y,
+            "row": self.row,
+            "row_flag": self.row_flag,
+            "z": self.z,
         }
         ends = [*list(starts.values())[1:], self.total_bytes]
         return {name: end - start for (name, start), end in zip(starts.items(), ends, strict=True)}
@@ -268,6 +340,7 @@ def window_layout(
     recv_rows: int,
     slots: int = 2,
     record_format: Format = Format.COMPACT,
+    push: bool = False,
     code_max: int | None = None,
     generation: int = 1,
 ) -> WindowLayout:
@@ -277,22 +350,23 @@ def window_layout(
         world_size, num_experts, top_k, max_tokens: R, E, K and the largest T.
         row_bytes: bytes of the widest row (hidden size times item size).
         recv_rows: rows one y slot holds.
-        slots: NS, the handles that may be open at once; at least 2, since a pull dispatch writes x of call n while
-            peers may still be reading x of call n - 1.
-        record_format: ``Format.COMPACT`` or ``Format.PORTABLE``.
+        slots: NS, the handles that may be open, and the dispatches that may be under way, at once; at least 2.
+        record_format: ``Format.COMPACT``, ``Format.PORTABLE`` or ``Format.LINE``.
+        push: with the regions that push needs.
         code_max: V, the largest code; None takes the format's own (2**62 or 2**31 - 1).
         generation: number of this set of windows.
 
     Raises:
         ValueError: for a size that can't be laid out, naming it.
     """
-    # NREC = 2: a rank publishes record n + 1 only after it has every peer's record n, and a peer publishes that only
-    # after it has read every record of n - 1. One slot would be overwritten while unread.
-    record_slots = 2
-    portable = record_format == Format.PORTABLE
+    # A rank publishes record n only when it has read all records of n - NS, which a peer published after it had read all
+    # of n - 2 NS: so a record is read before the one 2 NS later overwrites it. The same holds for x and its lists, since a rank
+    # that publishes n has also done with the rows of n - NS.
+    record_slots = source_slots = 2 * slots
+    line, blocks = record_format == Format.LINE, record_format != Format.COMPACT
+    limit = 2**31 - 1 if blocks else 2**62
     if code_max is None:
-        code_max = 2**31 - 1 if portable else 2**62
-    limit = 2**31 - 1 if portable else 2**62
+        code_max = limit
     # Two uses of a slot in a row must have different codes.
     least = max(record_slots, slots) + 1
     if not least <= code_max <= limit:
@@ -316,10 +390,17 @@ def window_layout(
             "since positions travel as int32"
         )
 
-    row_align = 512 if portable else 1
+    row_align = 512 if blocks else 1
     stage_slots = slots
     payload_bytes = align_up(max(4 * num_experts, RECORD_TEXT_BYTES), CODE_BLOCK)
-    if portable:
+    if line:
+        # Offsets are those of the payload; a code stands at the end of each line.
+        record_header, record_payload, record_code = 0, 128, LINE_PAYLOAD
+        record_stride = lines_for(record_payload + payload_bytes) * LINE
+        cell_body, cell_text, cell_code, cell_stride = 0, 4 * CELL_BODY_WORDS, LINE_PAYLOAD, LINE
+        status_body, status_code, status_stride = 0, LINE_PAYLOAD, LINE
+        wave_mark, wave_code, wave_stride, row_flag_stride = 0, LINE_PAYLOAD, LINE, 0
+    elif blocks:
         record_header, record_payload = 0, 128
         record_code = record_payload + payload_bytes
         record_stride = align_up(record_code + CODE_BLOCK, 512)
@@ -327,14 +408,16 @@ def window_layout(
         cell_code = cell_text + CELL_TEXT_BYTES
         cell_stride = align_up(cell_code + CODE_BLOCK, 512)
         status_body, status_code, status_stride = 0, 32, 512
+        wave_mark, wave_code, wave_stride, row_flag_stride = 0, CODE_BLOCK, 512, CODE_BLOCK
     else:
         # The code stands in front so that a small record takes as few cache lines as can be.
         record_code, record_header, record_payload = 0, 8, 128
-        record_stride = align_up(record_payload + payload_bytes, LINE)
+        record_stride = align_up(record_payload + payload_bytes, CACHE_LINE)
         cell_code, cell_body = 0, 8
         cell_text = cell_body + 4 * CELL_BODY_WORDS
-        cell_stride = align_up(cell_text + CELL_TEXT_BYTES, LINE)
-        status_code, status_body, status_stride = 0, 8, LINE
+        cell_stride = align_up(cell_text + CELL_TEXT_BYTES, CACHE_LINE)
+        status_code, status_body, status_stride = 0, 8, CACHE_LINE
+        wave_code, wave_mark, wave_stride, row_flag_stride = 0, 8, CACHE_LINE, 8
 
     position = REGION_ALIGN  # the header has the first page to itself
 
@@ -350,16 +433,30 @@ def window_layout(
     record = region(record_slots * record_slot_stride)
     cell_slot_stride = world_size * cell_stride
     cell = region(slots * cell_slot_stride)
+    wave_kind_stride = world_size * wave_stride
+    wave_slot_stride = len(Wave) * wave_kind_stride
+    wave = region(slots * wave_slot_stride)
     pairs = max_tokens * top_k
     token_list_slot_stride = align_up(4 * pairs, REGION_ALIGN)
-    token_list = region(slots * token_list_slot_stride)
+    token_list = region(source_slots * token_list_slot_stride)
     weight_slot_stride = align_up(8 * pairs, REGION_ALIGN)
-    weight = region(slots * weight_slot_stride)
-    row_slot = align_up(row_bytes, row_align)
-    x_slot_stride = align_up(max_tokens * row_slot, REGION_ALIGN)
-    x = region((slots + stage_slots) * x_slot_stride)
-    y_slot_stride = align_up(recv_rows * row_slot, REGION_ALIGN)
+    weight = region(source_slots * weight_slot_stride)
+    # A row that travels has its scales, and a pushed one its weight, behind it.
+    x_slot_stride = align_up(max_tokens * align_up(row_bytes + ROW_TAIL, row_align), REGION_ALIGN)
+    x = region((source_slots + stage_slots) * x_slot_stride)
+    y_slot_stride = align_up(recv_rows * align_up(row_bytes, row_align), REGION_ALIGN)
     y = region(slots * y_slot_stride)
+
+    def remote_rows(rows: int, size: int) -> int:
+        """Bytes of a slot of rows that other ranks write."""
+        return align_up(rows * (lines_for(size) * LINE if line else align_up(size, row_align)), REGION_ALIGN)
+
+    row_slot_stride = remote_rows(recv_rows, row_bytes + ROW_TAIL) if push else 0
+    row = region(slots * row_slot_stride)
+    row_flag_slot_stride = align_up(recv_rows * row_flag_stride, REGION_ALIGN) if push else 0
+    row_flag = region(slots * row_flag_slot_stride)
+    z_slot_stride = remote_rows(pairs, row_bytes) if push else 0
+    z = region(slots * z_slot_stride)
     return WindowLayout(
         version=LAYOUT_VERSION,
         format=int(record_format),
@@ -371,10 +468,12 @@ def window_layout(
         recv_rows=recv_rows,
         slots=slots,
         record_slots=record_slots,
+        source_slots=source_slots,
         stage_slots=stage_slots,
         code_max=code_max,
         generation=generation,
         row_align=row_align,
+        push=int(push),
         progress=progress,
         status=status,
         status_stride=status_stride,
@@ -394,6 +493,12 @@ def window_layout(
         cell_text=cell_text,
         cell_text_bytes=CELL_TEXT_BYTES,
         cell_code=cell_code,
+        wave=wave,
+        wave_slot_stride=wave_slot_stride,
+        wave_kind_stride=wave_kind_stride,
+        wave_stride=wave_stride,
+        wave_mark=wave_mark,
+        wave_code=wave_code,
         token_list=token_list,
         token_list_slot_stride=token_list_slot_stride,
         weight=weight,
@@ -402,6 +507,13 @@ def window_layout(
         x_slot_stride=x_slot_stride,
         y=y,
         y_slot_stride=y_slot_stride,
+        row=row,
+        row_slot_stride=row_slot_stride,
+        row_flag=row_flag,
+        row_flag_slot_stride=row_flag_slot_stride,
+        row_flag_stride=row_flag_stride,
+        z=z,
+        z_slot_stride=z_slot_stride,
         total_bytes=align_up(position, PAGE),
     )
 
@@ -430,7 +542,7 @@ class HandleWord(enum.IntEnum):
     TOKENS = 3
     TOP_K = 4
     HIDDEN = 5
-    ROWS = 6  # N, rows this rank received
+    ROWS = 6  # N, rows this rank received, with the padding of ALIGN
     WORLD_SIZE = 7
     NUM_EXPERTS = 8
     RANK = 9
@@ -441,6 +553,8 @@ class HandleWord(enum.IntEnum):
     EXPERT = 14  # first word of expert: int32 [T, K], -1 dropped
     ROW = 15  # first word of row: int32 [T, K], position in the owner's received rows, -1 dropped
     GROUP = 16  # which group of this process it belongs to
+    ALIGN = 17  # each expert's rows are padded to a multiple of this
+    OUT_ROWS = 18  # rows of d.x: ROWS, or pad_to
 
 
 HANDLE_HEADER_WORDS = 20
@@ -498,6 +612,15 @@ class HandleView:
     @property
     def rows(self) -> int:
         return self._words[HandleWord.ROWS]
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of what dispatch returned: ``rows``, or pad_to."""
+        return self._words[HandleWord.OUT_ROWS]
+
+    @property
+    def align(self) -> int:
+        return self._words[HandleWord.ALIGN]
 
     @property
     def world_size(self) -> int:
@@ -564,6 +687,8 @@ def pack_handle(
     row_TK: torch.Tensor,
     num_experts: int,
     group: int = 0,
+    align: int = 1,
+    out_rows: int | None = None,
 ) -> torch.Tensor:
     """Builds the handle tensor in plain torch (the C++ kernel writes the same words).
 
@@ -597,6 +722,8 @@ def pack_handle(
         HandleWord.RANK: rank,
         HandleWord.DTYPE: DTYPE_CODES[dtype],
         HandleWord.GROUP: group,
+        HandleWord.ALIGN: align,
+        HandleWord.OUT_ROWS: rows if out_rows is None else out_rows,
         HandleWord.COUNTS: words[0],
         HandleWord.OFFSETS: words[1],
         HandleWord.MATRIX: words[2],
@@ -608,7 +735,7 @@ def pack_handle(
     view = HandleView(meta)
     counts = counts_RE[:, local.start : local.stop].sum(0)
     view.counts.copy_(counts)
-    view.offsets[1:].copy_(counts.cumsum(0))
+    view.offsets[1:].copy_((-(-counts // align) * align).cumsum(0))
     view.counts_RE.copy_(counts_RE)
     view.expert_TK.copy_(expert_TK)
     view.row_TK.copy_(row_TK)

@@ -98,6 +98,10 @@ class GroupStats:
     combine_out_bytes: int
     sent_rows: int
     received_rows: int
+    dispatch_push_bytes: int
+    combine_push_bytes: int
+    pushes: int
+    waves: int
     waited_ns: list[int]
     expert_rows: list[int]
     matrix: list[int]
@@ -114,7 +118,7 @@ def group_stats(name: str) -> GroupStats:
         return array.array("q", data).tolist()
 
     names = [field.name for field in fields(GroupStats)]
-    values = dict(zip(names[1:9], int64s(counters), strict=True))
+    values = dict(zip(names[1 : names.index("waited_ns")], int64s(counters), strict=True))
     return GroupStats(
         epoch,
         waited_ns=int64s(waited),

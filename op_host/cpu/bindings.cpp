@@ -32,8 +32,8 @@ thread_local std::optional<Failure> last_failure;  // read by module.cpp
 
 namespace {
 
-constexpr const char* DISPATCH = "moe_a2a.dispatch";
-constexpr const char* COMBINE = "moe_a2a.combine";
+constexpr int64_t TICKET_MAGIC = 0x6D6F655F746B7431;
+constexpr int64_t TICKET_WORDS = 3;  // TICKET_MAGIC, which group, n
 
 Dtype dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -45,6 +45,10 @@ Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
+// What dispatch returns: x's type, or the one it was quantised to.
+ScalarType row_scalar_type(const Group::RowType& type);
+int64_t itemsize_of(const Group::RowType& type) { return type.quant == Quant::NONE ? itemsize(type.dtype) : 1; }
+
 ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {
     case Dtype::F32: return ScalarType::Float;
@@ -52,6 +56,12 @@ ScalarType scalar_type(Dtype dtype) {
     case Dtype::F16: return ScalarType::Half;
     default: return ScalarType::Double;
   }
+}
+
+ScalarType row_scalar_type(const Group::RowType& type) {
+  return type.quant == Quant::INT8       ? ScalarType::Char
+         : type.quant == Quant::FP8_E4M3 ? ScalarType::Float8_e4m3fn
+                                         : scalar_type(type.dtype);
 }
 
 int32_t shim_dtype(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
@@ -162,9 +172,29 @@ Weights weights_view(const Tensor& weights) {
   return {weights.const_data_ptr(), dtype_of(weights), weights.stride(0), weights.stride(1)};
 }
 
+// How a dispatch is to be done, beside its tensors.
+struct DispatchOptions {
+  int64_t tag = 0;
+  int64_t pad_to = -1;
+  int64_t align = 1;
+  int64_t quant = 0;
+  bool async = false;
+};
+
+std::string check_options(const DispatchOptions& options, int64_t rank) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  if (options.pad_to < -1 || options.pad_to > most)
+    return say("%s: pad_to = %ld on rank %ld; expected 0 to 2**31 - 1, or none", DISPATCH, options.pad_to, rank);
+  if (options.align < 1 || options.align > (1 << 20))
+    return say("%s: align = %ld on rank %ld; expected 1 to 2**20", DISPATCH, options.align, rank);
+  if (options.quant < 0 || options.quant > 2)
+    return say("%s: quantisation %ld on rank %ld; expected 0 (none), 1 (int8) or 2 (fp8_e4m3)", DISPATCH, options.quant, rank);
+  return {};
+}
+
 // Why these tensors can't be dispatched, and their views when they can.
-void describe(const Group& group, const Tensor& x, const Tensor& idx, const std::optional<Tensor>& weights,
-              Group::DispatchInput* input) {
+void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& idx, const std::optional<Tensor>& weights,
+              const std::optional<Tensor>& routing, const DispatchOptions& options, Group::DispatchInput* input) {
   const Layout& layout = group.layout();
   const int64_t rank = group.rank();
   std::string& bad = input->bad;
@@ -178,12 +208,29 @@ void describe(const Group& group, const Tensor& x, const Tensor& idx, const std:
     bad = say("%s: x has shape %s on rank %ld; expected [T, H]", DISPATCH, shape(x).c_str(), rank);
     return;
   }
-  bad = check_topk_idx(DISPATCH, idx, rank, &input->bad_kind);
-  if (!bad.empty()) return;
-  const int64_t tokens = x.size(0), hidden = x.size(1), top_k = idx.size(1), width = hidden * itemsize(dtype);
-  if (idx.size(0) != tokens) {
+  if (idx.has_value() == routing.has_value()) {
+    bad = say("%s: %s on rank %ld; expected one of them", DISPATCH,
+              idx.has_value() ? "both topk_idx and routing are given" : "neither topk_idx nor routing is given", rank);
+    return;
+  }
+  const int64_t tokens = x.size(0), hidden = x.size(1), width = hidden * itemsize(dtype);
+  int64_t top_k = 0;
+  if (idx.has_value()) {
+    bad = check_topk_idx(DISPATCH, *idx, rank, &input->bad_kind);
+    if (!bad.empty()) return;
+    top_k = idx->size(1);
+  } else if (routing->scalar_type() != ScalarType::Long || routing->dim() != 1 || !routing->is_contiguous()) {
+    input->bad_kind = FailureKind::BAD_TYPE;
+    bad = say("%s: routing on rank %ld must be the handle that dispatch returned", DISPATCH, rank);
+    return;
+  } else {
+    input->routing = static_cast<const int64_t*>(routing->const_data_ptr());
+    input->routing_words = routing->size(0);
+    if (input->routing_words >= HANDLE_HEADER_WORDS) top_k = input->routing[handle_word::TOP_K];
+  }
+  if (idx.has_value() && idx->size(0) != tokens) {
     bad = say("%s: x has shape %s and topk_idx %s on rank %ld; both must have the same number of rows T", DISPATCH,
-              shape(x).c_str(), shape(idx).c_str(), rank);
+              shape(x).c_str(), shape(*idx).c_str(), rank);
   } else if (tokens > layout[MAX_TOKENS]) {
     bad = say("%s: x has T = %ld rows on rank %ld, the group was made for max_tokens = %ld; dispatch fewer at once or make the "
               "group with more",
@@ -197,12 +244,18 @@ void describe(const Group& group, const Tensor& x, const Tensor& idx, const std:
   } else if (weights.has_value()) {
     bad = check_weights(DISPATCH, *weights, tokens, top_k, rank, &input->bad_kind);
   }
+  if (bad.empty()) bad = check_options(options, rank);
   if (!bad.empty()) return;
   input->x = {static_cast<const char*>(x.const_data_ptr()), tokens, width, x.stride(0) * itemsize(dtype)};
   input->hidden = hidden;
   input->dtype = dtype;
-  input->idx = topk_idx_view(idx);
+  if (idx.has_value()) input->idx = topk_idx_view(*idx);
   if (weights.has_value()) input->weights = weights_view(*weights);
+  input->tag = options.tag;
+  input->pad_to = options.pad_to;
+  input->align = options.align;
+  input->quant = static_cast<Quant>(options.quant);
+  input->async = options.async;
 }
 
 // The tensor, or a copy whose columns lie side by side. `bad` says why there is none.
@@ -217,74 +270,164 @@ Tensor with_packed_columns(const char* operation, const char* name, const Tensor
   }
 }
 
+// The first step of dispatch: what a rank tells the others. Inside a Call.
+uint64_t send(Group& group, const Tensor& x, const std::optional<Tensor>& idx, const std::optional<Tensor>& weights,
+              const std::optional<Tensor>& routing, const DispatchOptions& options, Tensor* packed) {
+  Group::DispatchInput input;
+  *packed = with_packed_columns(DISPATCH, "x", x, group.rank(), &input.bad);
+  if (input.bad.empty()) describe(group, *packed, idx, weights, routing, options, &input);
+  else input.bad_kind = FailureKind::OUT_OF_MEMORY;
+  if (packed->get() != x.get()) group.count_repacked(true, input.x.rows * input.x.row_bytes);
+  return group.send_dispatch(input);
+}
+
+struct Outputs {
+  Tensor rows, weights, scales, handle;
+};
+
+// The other two: what the others say, and the rows.
+Outputs receive(Group& group, uint64_t epoch, bool with_scales) {
+  const auto plan = group.meet_dispatch(epoch);
+  try {
+    const int64_t weight_bytes = itemsize(plan.weight_dtype);
+    const Group::RowType type = group.row_type(epoch);
+    const int64_t hidden = plan.row_bytes / itemsize_of(type);
+    Tensor rows = new_output({plan.rows, hidden}, row_scalar_type(type), itemsize_of(type));
+    Tensor weights = new_output({weight_bytes != 0 ? plan.rows : 0},
+                                weight_bytes != 0 ? scalar_type(plan.weight_dtype) : ScalarType::Float, 8);
+    std::optional<Tensor> scales;
+    if (with_scales)
+      scales = type.quant == Quant::FP8_E4M3 ? new_output({plan.rows, plan.scales}, ScalarType::Float, 4)
+                                             : new_output({type.quant == Quant::INT8 ? plan.rows : 0}, ScalarType::Float, 4);
+    Tensor handle = new_output({plan.handle_words}, ScalarType::Long, 8);
+    group.receive_dispatch(plan,
+                           {static_cast<char*>(rows.mutable_data_ptr()), static_cast<char*>(weights.mutable_data_ptr()),
+                            scales.has_value() ? static_cast<char*>(scales->mutable_data_ptr()) : nullptr},
+                           static_cast<int64_t*>(handle.mutable_data_ptr()));
+    return {rows, weights, scales.has_value() ? *scales : weights, handle};
+  } catch (const std::exception& error) {
+    // The peers have gone on with this call; without its rows they would wait for the timeout.
+    group.give_up(plan.epoch, error.what());
+    throw;
+  }
+}
+
 std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights,
-                                                std::string group_name, int64_t tag) {
+                                                std::string group_name, int64_t tag, int64_t pad_to, int64_t align) {
   return guarded([&] {
     const auto group = find_group(group_name);
     const Group::Call call(*group, DISPATCH);
-    Group::DispatchInput input;
-    input.tag = tag;
-    const Tensor rows = with_packed_columns(DISPATCH, "x", x, group->rank(), &input.bad);
-    if (input.bad.empty()) describe(*group, rows, topk_idx, topk_weights, &input);
-    else input.bad_kind = FailureKind::OUT_OF_MEMORY;
-    if (rows.get() != x.get()) group->count_repacked(true, input.x.rows * input.x.row_bytes);
-    const auto plan = group->begin_dispatch(input);
-    try {
-      const int64_t weight_bytes = itemsize(input.weights.dtype);
-      Tensor out = new_output({plan.rows, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype));
-      Tensor weights = new_output({weight_bytes != 0 ? plan.rows : 0},
-                                  weight_bytes != 0 ? scalar_type(input.weights.dtype) : ScalarType::Float, 8);
-      Tensor handle = new_output({plan.handle_words}, ScalarType::Long, 8);
-      group->finish_dispatch(input, plan, static_cast<char*>(out.mutable_data_ptr()),
-                             static_cast<char*>(weights.mutable_data_ptr()), static_cast<int64_t*>(handle.mutable_data_ptr()));
-      return std::make_tuple(out, weights, handle);
-    } catch (const std::exception& error) {
-      // The peers have gone on with this call; without its rows they would wait for the timeout.
-      group->give_up(plan.epoch, error.what());
-      throw;
-    }
+    Tensor packed;
+    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, std::nullopt, {tag, pad_to, align, 0, false}, &packed);
+    const Outputs out = receive(*group, epoch, false);
+    return std::make_tuple(out.rows, out.weights, out.handle);
   });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_full_raw(Tensor x, std::optional<Tensor> topk_idx,
+                                                             std::optional<Tensor> topk_weights, std::optional<Tensor> routing,
+                                                             std::string group_name, int64_t tag, int64_t pad_to, int64_t align,
+                                                             int64_t quant) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, DISPATCH);
+    Tensor packed;
+    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, routing, {tag, pad_to, align, quant, false}, &packed);
+    const Outputs out = receive(*group, epoch, true);
+    return std::make_tuple(out.rows, out.weights, out.scales, out.handle);
+  });
+}
+
+Tensor make_ticket(const Group& group, uint64_t epoch) {
+  Tensor ticket = new_output({TICKET_WORDS}, ScalarType::Long, 8);
+  auto* words = static_cast<int64_t*>(ticket.mutable_data_ptr());
+  words[0] = TICKET_MAGIC;
+  words[1] = group.id();
+  words[2] = static_cast<int64_t>(epoch);
+  return ticket;
+}
+
+// (which group, n) of a ticket.
+std::pair<int64_t, uint64_t> read_ticket(const char* operation, const Tensor& ticket, int64_t rank) {
+  const bool shaped = ticket.scalar_type() == ScalarType::Long && ticket.dim() == 1 && ticket.size(0) == TICKET_WORDS &&
+                      ticket.is_contiguous();
+  const auto* words = shaped ? static_cast<const int64_t*>(ticket.const_data_ptr()) : nullptr;
+  if (words == nullptr || words[0] != TICKET_MAGIC)
+    throw Failure(FailureKind::BAD_TYPE, say("%s: what is waited for on rank %ld must be the tensor that the call returned",
+                                             operation, rank));
+  return {words[1], static_cast<uint64_t>(words[2])};
+}
+
+Tensor dispatch_begin_raw(Tensor x, std::optional<Tensor> topk_idx, std::optional<Tensor> topk_weights,
+                          std::optional<Tensor> routing, std::string group_name, int64_t tag, int64_t pad_to, int64_t align,
+                          int64_t quant) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, DISPATCH);
+    Tensor packed;
+    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, routing, {tag, pad_to, align, quant, true}, &packed);
+    return make_ticket(*group, epoch);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_wait_raw(Tensor ticket, std::string group_name) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, DISPATCH);
+    const auto [owner, epoch] = read_ticket(DISPATCH, ticket, group->rank());
+    group->check_pending_dispatch(owner, epoch);
+    const Outputs out = receive(*group, epoch, true);
+    return std::make_tuple(out.rows, out.weights, out.scales, out.handle);
+  });
+}
+
+// What combine is given, checked. Throws where the peers needn't hear of it. Inside a Call.
+void describe_rows(Group& group, const Tensor& y, const Tensor& handle, Tensor* packed, Group::CombineInput* input) {
+  const int64_t rank = group.rank();
+  const Layout& layout = group.layout();
+  if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+    throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", COMBINE,
+                                             rank));
+  input->handle = static_cast<const int64_t*>(handle.const_data_ptr());
+  input->handle_words = handle.size(0);
+  group.check_handle(input->handle, input->handle_words);
+  const int64_t received = input->handle[handle_word::OUT_ROWS];
+  *packed = with_packed_columns(COMBINE, "y", y, rank, &input->bad_y);
+  const Tensor& rows = *packed;
+  input->dtype = dtype_of(rows);
+  if (!input->bad_y.empty()) {
+    input->bad_kind = FailureKind::OUT_OF_MEMORY;
+  } else if (input->dtype == Dtype::NONE) {
+    input->bad_kind = FailureKind::BAD_TYPE;
+    input->bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", COMBINE,
+                       type_name(rows).c_str(), rank);
+  } else if (rows.dim() != 2 || rows.size(0) != received) {
+    input->bad_y = say("%s: y has shape %s on rank %ld; expected [N, H] with N = %ld, the rows of what dispatch returned", COMBINE,
+                       shape(rows).c_str(), rank, received);
+  } else if (rows.size(1) < 1 || rows.size(1) * itemsize(input->dtype) > layout[ROW_BYTES]) {
+    input->bad_y = say("%s: a row of y is %ld x %s on rank %ld; the group's rows have 1 to %ld bytes", COMBINE, rows.size(1),
+                       dtype_name(input->dtype), rank, layout[ROW_BYTES]);
+  } else {
+    input->hidden = rows.size(1);
+    input->y = {static_cast<const char*>(rows.const_data_ptr()), received, input->hidden * itemsize(input->dtype),
+                rows.stride(0) * itemsize(input->dtype)};
+  }
+  if (rows.get() != y.get()) group.count_repacked(false, input->y.rows * input->y.row_bytes);
 }
 
 Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, std::string group_name) {
   return guarded([&] {
     const auto group = find_group(group_name);
     const Group::Call call(*group, COMBINE);
-    if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
-      throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", COMBINE,
-                                               group->rank()));
     Group::CombineInput input;
-    input.handle = static_cast<const int64_t*>(handle.const_data_ptr());
-    input.handle_words = handle.size(0);
-    group->check_handle(input.handle, input.handle_words);
-    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K];
-    const int64_t received = input.handle[handle_word::ROWS], rank = group->rank();
-    const Layout& layout = group->layout();
-
-    const Tensor rows = with_packed_columns(COMBINE, "y", y, rank, &input.bad_y);
-    input.dtype = dtype_of(rows);
-    if (!input.bad_y.empty()) {
-      input.bad_kind = FailureKind::OUT_OF_MEMORY;
-    } else if (input.dtype == Dtype::NONE) {
-      input.bad_kind = FailureKind::BAD_TYPE;
-      input.bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", COMBINE,
-                        type_name(rows).c_str(), rank);
-    } else if (rows.dim() != 2 || rows.size(0) != received) {
-      input.bad_y = say("%s: y has shape %s on rank %ld; expected [N, H] with N = %ld, the rows this rank received", COMBINE,
-                        shape(rows).c_str(), rank, received);
-    } else if (rows.size(1) < 1 || rows.size(1) * itemsize(input.dtype) > layout[ROW_BYTES]) {
-      input.bad_y = say("%s: a row of y is %ld x %s on rank %ld; the group's rows have 1 to %ld bytes", COMBINE, rows.size(1),
-                        dtype_name(input.dtype), rank, layout[ROW_BYTES]);
-    } else {
-      input.hidden = rows.size(1);
-      input.y = {static_cast<const char*>(rows.const_data_ptr()), received, input.hidden * itemsize(input.dtype),
-                 rows.stride(0) * itemsize(input.dtype)};
-    }
+    Tensor packed;
+    describe_rows(*group, y, handle, &packed, &input);
+    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K], rank = group->rank();
+    Weights weights{};
     if (topk_weights.has_value() && input.bad_y.empty()) {
       input.bad_sum = check_weights(COMBINE, *topk_weights, tokens, top_k, rank, &input.bad_kind);
-      if (input.bad_sum.empty()) input.weights = weights_view(*topk_weights);
+      if (input.bad_sum.empty()) weights = weights_view(*topk_weights);
     }
-    if (rows.get() != y.get()) group->count_repacked(false, input.y.rows * input.y.row_bytes);
     std::optional<Tensor> out;
     if (input.bad_y.empty() && input.bad_sum.empty()) {
       try {
@@ -294,7 +437,49 @@ Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, 
         input.bad_sum = say("%s: no memory on rank %ld for the output [%ld, %ld]", COMBINE, rank, tokens, input.hidden);
       }
     }
-    group->combine(input, out.has_value() ? static_cast<char*>(out->mutable_data_ptr()) : nullptr);
+    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
+    group->give_rows(input);
+    group->take_rows(epoch, weights, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()));
+    return *out;
+  });
+}
+
+Tensor combine_begin_raw(Tensor y, Tensor handle, std::string group_name) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, COMBINE);
+    Group::CombineInput input;
+    input.async = true;
+    Tensor packed;
+    describe_rows(*group, y, handle, &packed, &input);
+    group->give_rows(input);
+    return make_ticket(*group, static_cast<uint64_t>(input.handle[handle_word::EPOCH]));
+  });
+}
+
+Tensor combine_wait_raw(Tensor ticket, std::optional<Tensor> topk_weights, std::string group_name) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, COMBINE);
+    const auto [owner, epoch] = read_ticket(COMBINE, ticket, group->rank());
+    const auto shape = group->check_pending_combine(owner, epoch);
+    Weights weights{};
+    std::string bad;
+    FailureKind kind = FailureKind::BAD_VALUE;
+    if (topk_weights.has_value()) {
+      bad = check_weights(COMBINE, *topk_weights, shape.tokens, shape.top_k, group->rank(), &kind);
+      if (bad.empty()) weights = weights_view(*topk_weights);
+    }
+    std::optional<Tensor> out;
+    if (bad.empty()) {
+      try {
+        out = new_output({shape.tokens, shape.hidden}, scalar_type(shape.dtype), itemsize(shape.dtype));
+      } catch (const std::bad_alloc&) {
+        kind = FailureKind::OUT_OF_MEMORY;
+        bad = say("%s: no memory on rank %ld for the output [%ld, %ld]", COMBINE, group->rank(), shape.tokens, shape.hidden);
+      }
+    }
+    group->take_rows(epoch, weights, bad, kind, out.has_value() ? static_cast<char*>(out->mutable_data_ptr()) : nullptr);
     return *out;
   });
 }
@@ -384,7 +569,10 @@ Tensor window_y(Tensor handle, int64_t hidden, int64_t dtype_code, std::string g
                                                owner->group->rank()));
     const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
     char* data = owner->group->rows_at(words, handle.size(0), width, &owner->window);
-    return wrap_window(data, words[handle_word::ROWS], hidden, static_cast<Dtype>(dtype_code), std::move(owner));
+    if (data == nullptr)
+      return new_output({words[handle_word::OUT_ROWS], hidden}, scalar_type(static_cast<Dtype>(dtype_code)),
+                        itemsize(static_cast<Dtype>(dtype_code)));
+    return wrap_window(data, words[handle_word::OUT_ROWS], hidden, static_cast<Dtype>(dtype_code), std::move(owner));
   });
 }
 
@@ -393,7 +581,12 @@ Tensor window_y(Tensor handle, int64_t hidden, int64_t dtype_code, std::string g
 
 STABLE_TORCH_LIBRARY_IMPL(moe_a2a, CPU, m) {
   m.impl("dispatch_raw", TORCH_BOX(&moe_a2a::dispatch_raw));
+  m.impl("dispatch_full_raw", TORCH_BOX(&moe_a2a::dispatch_full_raw));
+  m.impl("dispatch_begin_raw", TORCH_BOX(&moe_a2a::dispatch_begin_raw));
+  m.impl("dispatch_wait_raw", TORCH_BOX(&moe_a2a::dispatch_wait_raw));
   m.impl("combine_raw", TORCH_BOX(&moe_a2a::combine_raw));
+  m.impl("combine_begin_raw", TORCH_BOX(&moe_a2a::combine_begin_raw));
+  m.impl("combine_wait_raw", TORCH_BOX(&moe_a2a::combine_wait_raw));
   m.impl("send_counts", TORCH_BOX(&moe_a2a::send_counts_op));
   m.impl("window_y", TORCH_BOX(&moe_a2a::window_y));
 }

@@ -13,7 +13,7 @@ enum class FailureKind : int {
   BAD_TYPE = 2,
   PEER_ABORTED = 3,
   CALL_MISMATCH = 4,
-  WINDOW_TOO_SMALL = 5,
+  PAD_TOO_SMALL = 5,
   PEER_LOST = 6,
   PEER_TIMEOUT = 7,
   GROUP_POISONED = 8,

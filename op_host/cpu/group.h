@@ -15,10 +15,12 @@
 
 #include "../../op_kernel/cpu/combine.h"
 #include "../../op_kernel/cpu/dispatch.h"
+#include "../../op_kernel/cpu/push.h"
 #include "../../op_kernel/cpu/record.h"
 #include "../../op_kernel/cpu/route.h"
 #include "../../op_kernel/cpu/rows.h"
 #include "../../op_kernel/cpu/wait.h"
+#include "../../op_kernel/cpu/wave.h"
 #include "failure.h"
 
 namespace moe_a2a {
@@ -35,8 +37,15 @@ struct Mapping {
 
 struct Tiling {
   WaitPolicy wait;
-  int64_t streaming_bytes;  // outputs from this size on are written past the cache
+  int64_t streaming_bytes;      // what is at least this size is written past the cache
+  int64_t dispatch_push_below;  // a source pushes when fewer bytes than this leave it,
+  int64_t dispatch_push_from;   // or at least this many
+  int64_t combine_push_below;   // the same for an owner in combine
+  int64_t combine_push_from;
+  int64_t flag_rows;            // pushed rows that share a flag, 0: all of an expert
+  int64_t mix;                  // for tests: not 0, push and pull by chance, with this seed
 };
+constexpr int TILING_PARAMS = 10;
 
 // What a group counts. Read by EPGroup.stats().
 struct Counters {
@@ -46,6 +55,10 @@ struct Counters {
   int64_t dispatch_out_bytes;  // payload copied into dispatch's output
   int64_t combine_in_bytes;    // payload copied into the window by combine
   int64_t combine_out_bytes;   // payload written to combine's output
+  int64_t dispatch_push_bytes; // payload written into peers' windows by dispatch
+  int64_t combine_push_bytes;  // the same by combine
+  int64_t pushes;              // dispatches and combines in which this rank pushed
+  int64_t waves;               // that dispatches took, and combines that took more than one
   int64_t sent_rows;           // rows that went to another rank
   int64_t received_rows;       // rows that came from another rank
 };
@@ -69,9 +82,9 @@ class Group {
     Group& group_;
   };
 
-  // ---- dispatch, in two halves, since the size of the output is known only in the middle
+  // ---- dispatch, in three steps: send, hear of all, receive. The size of the output is known after the second.
   struct DispatchInput {
-    std::string bad;         // why x, topk_idx or topk_weights can't be used; empty when they can
+    std::string bad;         // why the arguments can't be used; empty when they can
     FailureKind bad_kind = FailureKind::BAD_VALUE;
     RowsView x{};
     int64_t hidden = 0;
@@ -79,16 +92,38 @@ class Group {
     TopkIdx idx{};
     Weights weights{};       // strides in elements
     int64_t tag = 0;
+    int64_t pad_to = -1;     // rows of the output, -1: as many as come
+    int64_t align = 1;
+    Quant quant = Quant::NONE;
+    const int64_t* routing = nullptr;  // the handle of a dispatch whose routing is used again; idx is empty then
+    int64_t routing_words = 0;
+    bool async = false;      // x is not looked at again after send_dispatch
   };
   struct DispatchPlan {
     uint64_t epoch;
-    int64_t rows;          // N
+    int64_t rows;          // of the output
+    int64_t row_bytes;     // of its elements
+    int64_t scales;        // float scales a row
+    Dtype weight_dtype;
     int64_t handle_words;  // of the handle tensor
   };
-  DispatchPlan begin_dispatch(const DispatchInput& input);
-  void finish_dispatch(const DispatchInput& input, const DispatchPlan& plan, char* out, char* out_weights, int64_t* handle);
+  // Tells the peers; returns n. A call whose sizes can't be had raises here, before anything is sent.
+  uint64_t send_dispatch(const DispatchInput& input);
+  // Waits for what the peers say, and judges it.
+  DispatchPlan meet_dispatch(uint64_t epoch);
+  // Sends what is pushed, receives everything.
+  void receive_dispatch(const DispatchPlan& plan, const Received& out, int64_t* handle);
+  struct RowType {
+    Dtype dtype;
+    Quant quant;
+  };
+  RowType row_type(uint64_t epoch) const {
+    return {state(epoch).dtype, static_cast<Quant>(state(epoch).header.quant)};
+  }
+  // Throws HandleExpired unless call `epoch` was sent and isn't received yet.
+  void check_pending_dispatch(int64_t group, uint64_t epoch) const;
 
-  // ---- combine
+  // ---- combine, in two steps: give, take
   struct CombineInput {
     std::string bad_y, bad_sum;  // bad_sum: y is good and goes out, but this rank can't sum
     FailureKind bad_kind = FailureKind::BAD_VALUE;
@@ -97,11 +132,20 @@ class Group {
     int64_t hidden = 0;
     const int64_t* handle = nullptr;
     int64_t handle_words = 0;
-    Weights weights{};
+    bool async = false;          // y is not looked at again after give_rows
   };
   // Throws HandleExpired or GroupClosed before anything else. Inside a Call, like everything up to here.
-  void check_handle(const int64_t* handle, int64_t words) const;
-  void combine(const CombineInput& input, char* out);
+  void check_handle(const int64_t* handle, int64_t words, const char* operation = "moe_a2a.combine") const;
+  void give_rows(const CombineInput& input);
+  struct CombineShape {
+    int64_t tokens, top_k, hidden;
+    Dtype dtype;
+  };
+  // Throws HandleExpired unless the rows of call `epoch` were given and aren't taken yet.
+  CombineShape check_pending_combine(int64_t group, uint64_t epoch) const;
+  // bad: why this rank can't sum; the peers have its rows, so it raises alone.
+  void take_rows(uint64_t epoch, const Weights& weights, const std::string& bad, FailureKind bad_kind, char* out);
+  int64_t id() const { return group_id_; }
 
   // ---- tensors in the window
   // The address of a free x slot; release_stage gives it back when its tensor is gone.
@@ -131,26 +175,80 @@ class Group {
   // These may be a call apart from each other while a call is under way; nobody waits for it to see them.
   const Counters& counters() const { return counters_; }
   uint64_t epoch() const { return epoch_; }
+  bool pushes() const { return layout_[PUSH] != 0; }
   const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
   const std::vector<int32_t>& matrix() const { return matrix_; }
   const std::vector<int64_t>& expert_rows() const { return expert_rows_; }
 
  private:
-  struct Handle {
+  // One call, from its send to the end of its combine. It lives in slot n mod NS; what is decided from it must not hang on a
+  // tensor that can be written to.
+  enum class Stage {
+    UNUSED,
+    SENT,      // its record is out
+    MET,       // all records are here and go together
+    FAILED,    // it ended with an error
+    OPEN,      // its rows are with the caller
+    GIVEN,     // combine has given this rank's rows
+    CLOSED,
+  };
+  struct CallState {
     uint64_t epoch = 0;
-    bool open = false;
-    int64_t tokens = 0, top_k = 0, rows = 0;
-    std::vector<int32_t> matrix;  // C [R, E]: what is decided from it must not hang on a tensor that can be written to
+    Stage stage = Stage::UNUSED;
+    bool heard = false;  // all peers' records of it were read
+    std::string failure;
+    FailureKind failure_kind = FailureKind::BAD_VALUE;
+    CallHeader header{};
+    int64_t hidden = 0;
+    Dtype dtype = Dtype::NONE, weight_dtype = Dtype::NONE;
+    Wire wire{};
+    int64_t tokens = 0, top_k = 0;
+    Source own{};                      // where this rank's own rows are for itself and for pushing
+    std::vector<int32_t> counts, expert, slot, start;  // this rank's routing
+    std::vector<int32_t> matrix;       // C [R, E]
+    std::vector<int32_t> base;         // [E]: see row_bases
+    std::vector<int64_t> totals;       // [R] rows each rank receives
+    std::vector<int32_t> offsets;      // [E_local + 1]
+    std::vector<int64_t> local_counts; // [E_local]
+    std::vector<Source> sources;       // [R]
+    std::vector<int64_t> flag_rows;    // [R]: -1 pulls, else pushes with so many rows a flag
+    std::vector<int64_t> pads;         // [R]
+    int64_t waves = 1;                 // of its pushed rows
+    // combine
+    int64_t y_hidden = 0;
+    Dtype y_dtype = Dtype::NONE;
+    std::vector<Place> places;         // [E]
+    std::vector<int64_t> holders;      // ranks that hold rows of this one
+    std::vector<char> staged;          // rows that came in waves
+    bool taken_in_waves = false;
   };
 
   void enter(const char* operation) const;
   void check_fork(const char* operation) const;
   void leave_windows();
+  CallState& state(uint64_t epoch) { return calls_[static_cast<size_t>(epoch % static_cast<uint64_t>(layout_[SLOTS]))]; }
+  const CallState& state(uint64_t epoch) const { return const_cast<Group*>(this)->state(epoch); }
   void publish(uint64_t epoch, const CallHeader& header, const void* payload, int64_t payload_bytes);
-  // Waits for the records of `epoch` of all peers. Throws PeerAborted at the first abort unless `drain`.
-  void await_records(uint64_t epoch, const char* operation, bool drain);
-  template <class Here>
-  void await_peers(const std::vector<int64_t>& peers, uint64_t epoch, const char* operation, phase::Phase where, Here here);
+  // Waits for the records of all peers up to call `epoch` and keeps what they say. Throws what ended call `asked`, at the first
+  // abort; what ended another one is kept for whoever asks.
+  void hear(uint64_t epoch, uint64_t asked, const char* operation);
+  void hear_one(uint64_t epoch, bool asked, const char* operation);
+  void judge(CallState& call);
+  // Ends what call n - NS may still have under way, so that its slot can be used.
+  void end_call_before(uint64_t epoch);
+  void fail(CallState& call, FailureKind kind, const std::string& text);
+  void note_read();
+  bool choose_push(int64_t bytes, int64_t below, int64_t from, uint64_t epoch, int64_t salt) const;
+  std::string read_routing(const DispatchInput& input, CallState& call) const;
+  Landing landing(const CallState& call, char* window, int64_t wave, const Run& run, int64_t flag_rows) const;
+  // Runs body(expert, first row of `source` for it, run) for what `source` sends to `owner` in a wave of `cap` rows.
+  template <class Body>
+  void for_each_run(const CallState& call, int64_t source, int64_t owner, int64_t wave, int64_t cap, Body body) const;
+  void push_wave(CallState& call, int64_t wave, bool streaming);
+  void take_wave(CallState& call, int64_t wave, bool streaming, const Received& out);
+  void await_cells(CallState& call);
+  void release_owners(const CallState& call);
+  int64_t rows_between(const CallState& call, int64_t source, int64_t owner) const;
   struct Loss {
     FailureKind kind;
     int64_t who;
@@ -159,11 +257,14 @@ class Group {
   std::optional<Loss> find_loss(const std::vector<int64_t>& missing, uint64_t epoch, const char* operation,
                                 int64_t waited) const;
   [[noreturn]] void lose(const Loss& loss, uint64_t epoch, phase::Phase where);
+  // Polls until here(peer) has been true once for each of `peers`; it isn't called again for a peer after that.
+  template <class Here>
+  void await_peers(const std::vector<int64_t>& peers, uint64_t epoch, const char* operation, phase::Phase where, Here here);
   std::string last_seen(int64_t peer) const;
   void clear_lap(uint64_t epoch);
   CallHeader new_header(uint64_t epoch, kind::Kind kind) const;
-  std::string verify_call(uint64_t epoch, const CallHeader& mine) const;
-  void progress(uint64_t epoch, phase::Phase where) { write_progress(layout_, own(), epoch, where); }
+  std::string differs(const CallHeader& mine, const CallHeader& theirs, int64_t peer) const;
+  void progress(phase::Phase where) { write_progress(layout_, own(), where); }
   char* own() const { return windows_[static_cast<size_t>(rank_)]->address; }
   char* window(int64_t rank) const { return windows_[static_cast<size_t>(rank)]->address; }
 
@@ -185,30 +286,107 @@ class Group {
   bool busy_ = false;
   std::thread::id holder_;
   std::atomic<bool> closing_{false}, closed_{false}, poisoned_{false};
-  uint64_t epoch_;                  // n, the number of dispatches started
-  std::atomic<uint64_t> drained_;   // every peer's record was seen up to this call
+  uint64_t epoch_;                  // a copy of the counter in the window, for those who ask when the windows are gone
+  uint64_t heard_;                  // every peer's record was read up to this call
+  uint64_t done_;                   // this rank reads nothing of calls up to this one
+  std::vector<uint64_t> peers_done_;
+  std::atomic<uint64_t> all_done_;  // nor does any peer
   std::string poison_text_;
-  std::vector<Handle> handles_;
+  std::vector<CallState> calls_;
   std::vector<bool> seen_;  // peers that have come at least once
   std::mutex stage_mutex_;  // guards stages_ and the letting go of windows_
-  struct Stage {
+  struct WindowTensor {
     bool held = false;
     uint64_t used_in = 0;
   };
-  std::vector<Stage> stages_;
+  std::vector<WindowTensor> stages_;
 
   // Scratch that lives with the group so that a call allocates nothing.
-  std::vector<int32_t> owner_of_, counts_, slot_, expert_, start_, matrix_, base_;
-  std::vector<int64_t> all_peers_, missing_, received_;
-  std::vector<Source> sources_;
-  std::vector<Owner> owners_;
+  std::vector<int32_t> owner_of_, matrix_;
+  std::vector<int64_t> all_peers_, missing_;
   std::vector<const void*> term_rows_;
   std::vector<double> term_weights_;
+  std::vector<char> unlined_;
 
   Counters counters_{};
   std::vector<int64_t> waited_ns_;
   std::vector<int64_t> expert_rows_;
 };
+
+inline std::string quant_name(int32_t quant) {
+  switch (static_cast<Quant>(quant)) {
+    case Quant::NONE: return "None";
+    case Quant::INT8: return "int8";
+    case Quant::FP8_E4M3: return "fp8_e4m3";
+    default: return "unknown";
+  }
+}
+
+constexpr const char* DISPATCH = "moe_a2a.dispatch";
+constexpr const char* COMBINE = "moe_a2a.combine";
+
+// Do `rows` rows of `row_bytes`, the first at `offset`, lie in begin..end?
+inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t row_bytes, int64_t begin, int64_t end) {
+  if (rows == 0) return true;
+  if (row_bytes < 0 || offset < begin || offset > end) return false;
+  if (rows == 1) return offset + row_bytes <= end;  // its stride means nothing
+  return stride >= 0 && stride <= end && offset + (rows - 1) * stride + row_bytes <= end;
+}
+
+inline std::string rank_list(const std::vector<int64_t>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+template <class Here>
+void Group::await_peers(const std::vector<int64_t>& peers, uint64_t epoch, const char* operation, phase::Phase where,
+                        Here here) {
+  missing_.assign(peers.begin(), peers.end());
+  int64_t start = 0;
+  const auto done = [&] {
+    for (size_t i = 0; i < missing_.size();) {
+      if (!here(missing_[i])) {
+        ++i;
+        continue;
+      }
+      const auto peer = static_cast<size_t>(missing_[i]);
+      seen_[peer] = true;
+      if (start != 0) waited_ns_[peer] += now_ns() - start;
+      missing_[i] = missing_.back();
+      missing_.pop_back();
+    }
+    return missing_.empty();
+  };
+  if (done()) return;
+  start = now_ns();
+  wait_until(tiling_.wait, done, [&](int64_t waited) {
+    const auto loss = find_loss(missing_, epoch, operation, waited);
+    if (!loss) return;
+    // A peer may have done its part and left, or ended, between the poll and the look at it: poll once more. What this process
+    // wants (a signal, a close) holds all the same.
+    const bool own_wish = loss->kind == FailureKind::INTERRUPTED || loss->kind == FailureKind::GROUP_CLOSED;
+    if (own_wish || !done()) lose(*loss, epoch, where);
+  });
+}
+
+template <class Body>
+void Group::for_each_run(const CallState& call, int64_t source, int64_t owner, int64_t wave, int64_t cap, Body body) const {
+  const int64_t experts = layout_[NUM_EXPERTS], ranks = layout_[WORLD_SIZE];
+  const int64_t end = first_expert(owner + 1, experts, ranks);
+  int64_t row = 0;
+  for (int64_t e = first_expert(owner, experts, ranks); e < end; ++e) {
+    for (int64_t s = 0; s < ranks; ++s) {
+      const int64_t count = call.matrix[static_cast<size_t>(s * experts + e)];
+      if (s == source && count > 0) {
+        const Run run = in_wave(row, count, wave, cap);
+        if (run.size() > 0) body(e, row, run);
+      }
+      row += count;
+    }
+    row = align_up(row, call.header.align);
+  }
+}
 
 // The groups of this process by name. Names are short; look-up takes a lock that nobody holds for long.
 void add_group(std::shared_ptr<Group> group);

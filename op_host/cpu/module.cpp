@@ -109,9 +109,10 @@ PyObject* py_create_group(PyObject*, PyObject* args) {
   const auto params = items<int64_t>(layout_data, layout_bytes);
   const auto tiling = items<int64_t>(tiling_data, tiling_bytes);
   const auto pidfds = items<int64_t>(pidfd_data, pidfd_bytes);
-  if (params.size() != LAYOUT_PARAMS || tiling.size() != 4) {
-    PyErr_Format(PyExc_ValueError, "create_group: %zd layout parameters and %zd tiling parameters; expected %d and 4",
-                 static_cast<Py_ssize_t>(params.size()), static_cast<Py_ssize_t>(tiling.size()), int{LAYOUT_PARAMS});
+  if (params.size() != LAYOUT_PARAMS || tiling.size() != TILING_PARAMS) {
+    PyErr_Format(PyExc_ValueError, "create_group: %zd layout parameters and %zd tiling parameters; expected %d and %d",
+                 static_cast<Py_ssize_t>(params.size()), static_cast<Py_ssize_t>(tiling.size()), int{LAYOUT_PARAMS},
+                 TILING_PARAMS);
     return nullptr;
   }
   Layout layout;
@@ -143,7 +144,8 @@ PyObject* py_create_group(PyObject*, PyObject* args) {
       }
       watched.push_back(copy);
     }
-    add_group(std::make_shared<Group>(name, layout, rank, Tiling{{tiling[0], tiling[1], tiling[2]}, tiling[3]},
+    add_group(std::make_shared<Group>(name, layout, rank, Tiling{{tiling[0], tiling[1], tiling[2]}, tiling[3], tiling[4], tiling[5], tiling[6],
+                                             tiling[7], tiling[8], tiling[9]},
                                       std::move(windows), watched, timeout_ns, warmup_ns, first_epoch));
   } catch (const std::bad_alloc&) {
     give_up();
@@ -208,7 +210,7 @@ PyObject* py_refuse_combine(PyObject*, PyObject* args) {
     input.bad_y = text;
     input.bad_kind = static_cast<FailureKind>(kind);
     group->check_handle(input.handle, input.handle_words);
-    group->combine(input, nullptr);
+    group->give_rows(input);
   } catch (const Failure& error) {
     if (error.kind != static_cast<FailureKind>(kind)) failure = error;
   } catch (const std::bad_alloc&) {
@@ -252,7 +254,9 @@ PyObject* py_group_stats(PyObject*, PyObject* args) {
     const uint64_t epoch = group->epoch();
     const std::vector<int64_t> counts{counters.dispatches,        counters.combines,         counters.dispatch_in_bytes,
                                       counters.dispatch_out_bytes, counters.combine_in_bytes, counters.combine_out_bytes,
-                                      counters.sent_rows,         counters.received_rows};
+                                      counters.sent_rows,         counters.received_rows,
+                                      counters.dispatch_push_bytes, counters.combine_push_bytes, counters.pushes,
+                                      counters.waves};
     return Py_BuildValue("KNNNN", static_cast<unsigned long long>(epoch), as_bytes(counts), as_bytes(waited), as_bytes(rows),
                          as_bytes(matrix));
   } catch (const Failure& failure) {

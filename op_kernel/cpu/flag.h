@@ -27,32 +27,34 @@ inline uint64_t load_u64(const void* at) {
 
 class Flags {
  public:
-  explicit Flags(bool portable) : portable_(portable) {}
+  // compact: one u64; else a block of eight int32.
+  explicit Flags(bool compact) : compact_(compact) {}
 
   void store(char* at, uint64_t code) const {
-    if (!portable_) return store_u64(at, code);
+    if (compact_) return store_u64(at, code);
     store_block(at, static_cast<int32_t>(code));
   }
   void store_refusal(char* at, uint64_t code) const {
-    if (!portable_) return store_u64(at, code | REFUSED_BIT);
+    if (compact_) return store_u64(at, code | REFUSED_BIT);
     store_block(at, -static_cast<int32_t>(code));
   }
   bool holds(const char* at, uint64_t code) const {
-    if (!portable_) return load_u64(at) == code;
+    if (dropped(Rule::CODES_COMPARE_EQUAL)) return static_cast<uint64_t>(value(at)) >= code;
+    if (compact_) return load_u64(at) == code;
     return block_equals(at, static_cast<int32_t>(code));
   }
   bool holds_refusal(const char* at, uint64_t code) const {
-    if (!portable_) return load_u64(at) == (code | REFUSED_BIT);
+    if (compact_) return load_u64(at) == (code | REFUSED_BIT);
     return block_equals(at, -static_cast<int32_t>(code));
   }
-  // The code that stands there, 0 when never written or torn.
+  // The number that stands there, 0 when never written or torn.
   int64_t value(const char* at) const {
-    if (!portable_) return static_cast<int64_t>(load_u64(at));
+    if (compact_) return static_cast<int64_t>(load_u64(at));
     const int32_t first = load_word(at, 0);
     return block_equals(at, first) ? first : 0;
   }
   void clear(char* at) const {
-    if (!portable_) return store_u64(at, 0);
+    if (compact_) return store_u64(at, 0);
     store_block(at, 0);
   }
 
@@ -72,7 +74,7 @@ class Flags {
     return same;
   }
 
-  bool portable_;
+  bool compact_;
 };
 
 }  // namespace moe_a2a

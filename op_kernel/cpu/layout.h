@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "hooks.h"
+
 namespace moe_a2a {
 
 enum LayoutParam : int {
@@ -17,10 +19,12 @@ enum LayoutParam : int {
   RECV_ROWS,
   SLOTS,
   RECORD_SLOTS,
+  SOURCE_SLOTS,
   STAGE_SLOTS,
   CODE_MAX,
   GENERATION,
   ROW_ALIGN,
+  PUSH,
   PROGRESS,
   STATUS,
   STATUS_STRIDE,
@@ -40,6 +44,12 @@ enum LayoutParam : int {
   CELL_TEXT,
   CELL_TEXT_BYTES,
   CELL_CODE,
+  WAVE,
+  WAVE_SLOT_STRIDE,
+  WAVE_KIND_STRIDE,
+  WAVE_STRIDE,
+  WAVE_MARK,
+  WAVE_CODE,
   TOKEN_LIST,
   TOKEN_LIST_SLOT_STRIDE,
   WEIGHT,
@@ -48,11 +58,20 @@ enum LayoutParam : int {
   X_SLOT_STRIDE,
   Y,
   Y_SLOT_STRIDE,
+  ROW,
+  ROW_SLOT_STRIDE,
+  ROW_FLAG,
+  ROW_FLAG_SLOT_STRIDE,
+  ROW_FLAG_STRIDE,
+  Z,
+  Z_SLOT_STRIDE,
   TOTAL_BYTES,
   LAYOUT_PARAMS,  // how many
 };
 
-enum class Format : int64_t { COMPACT = 0, PORTABLE = 1 };
+enum class Format : int64_t { COMPACT = 0, PORTABLE = 1, LINE = 2 };
+enum class Mode : int32_t { PULL = 0, PUSH = 1 };
+enum class Wave : int { DISPATCH_READ = 0, COMBINE_READY = 1, COMBINE_READ = 2 };
 
 namespace kind {
 enum Kind : int32_t { COUNTS = 1, ROUND = 2, ABORT = 3, LEAVE = 4 };
@@ -69,6 +88,7 @@ enum Phase : int32_t {
   COMBINE_WRITE = 4,
   COMBINE_WAIT = 5,
   COMBINE_SUM = 6,
+  DISPATCH_PUSH = 7,
 };
 }
 namespace record_word {
@@ -94,16 +114,21 @@ enum RecordWord : int {
   X_HI = 18,
   X_STRIDE = 19,
   TEXT_BYTES = 20,
+  FLAG_ROWS = 21,
+  ROUTING_LO = 22,
+  ROUTING_HI = 23,
+  READ_LO = 24,
+  READ_HI = 25,
 };
 }
 namespace cell_word {
-enum CellWord : int { REASON = 0, DTYPE = 1, HIDDEN = 2, STRIDE = 3, Y_LO = 4, Y_HI = 5, TEXT_BYTES = 6 };
+enum CellWord : int { REASON = 0, DTYPE = 1, HIDDEN = 2, STRIDE = 3, Y_LO = 4, Y_HI = 5, TEXT_BYTES = 6, MODE = 7 };
 }
 namespace status_word {
 enum StatusWord : int { REASON = 0, WHO = 1, EPOCH_LO = 2, EPOCH_HI = 3, PHASE = 4, GENERATION = 5 };
 }
 namespace progress_word {
-enum ProgressWord : int { EPOCH = 0, PHASE = 1, STEPS = 2 };
+enum ProgressWord : int { EPOCH = 0, PHASE = 1, VERDICT = 2 };
 }
 namespace handle_word {
 enum HandleWord : int {
@@ -124,12 +149,17 @@ enum HandleWord : int {
   EXPERT = 14,
   ROW = 15,
   GROUP = 16,
+  ALIGN = 17,
+  OUT_ROWS = 18,
 };
 }
 
 constexpr int RECORD_HEADER_WORDS = 30;
 constexpr int CELL_BODY_WORDS = 8;
 constexpr int HANDLE_HEADER_WORDS = 20;
+constexpr int CODE_BLOCK = 32;    // bytes
+constexpr int LINE = 512;         // bytes of a line of the line format: payload, then a code block
+constexpr int LINE_PAYLOAD = 480;
 constexpr int64_t HANDLE_MAGIC = 0x6D6F655F68646C31;
 
 // Element types that travel; the numbers are DTYPE_CODES of op_host/layout.py. 0 is "none".
@@ -156,35 +186,59 @@ constexpr int64_t first_expert(int64_t rank, int64_t num_experts, int64_t world_
   return rank * share + (rank < more ? rank : more);
 }
 
+constexpr int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// Lines that `bytes` take in the line format.
+constexpr int64_t lines_for(int64_t bytes) { return (bytes + LINE_PAYLOAD - 1) / LINE_PAYLOAD; }
+
 struct Layout {
   int64_t p[LAYOUT_PARAMS];
 
   int64_t operator[](LayoutParam name) const { return p[name]; }
-  bool portable() const { return p[FORMAT] == static_cast<int64_t>(Format::PORTABLE); }
+  bool compact() const { return p[FORMAT] == static_cast<int64_t>(Format::COMPACT); }
+  bool line() const { return p[FORMAT] == static_cast<int64_t>(Format::LINE); }
 
   // code(n) is in 1..V, 0 means never written; lap(n) counts how often the codes have wrapped.
   // V = 3: n = 1 2 3 4 5 -> code 1 2 3 1 2, lap 0 0 0 1 1
-  uint64_t code(uint64_t epoch) const { return (epoch - 1) % static_cast<uint64_t>(p[CODE_MAX]) + 1; }
+  uint64_t code(uint64_t epoch) const {
+    if (dropped(Rule::CODE_IS_NEVER_ZERO)) return epoch % static_cast<uint64_t>(p[CODE_MAX]);
+    return (epoch - 1) % static_cast<uint64_t>(p[CODE_MAX]) + 1;
+  }
   uint64_t lap(uint64_t epoch) const { return (epoch - 1) / static_cast<uint64_t>(p[CODE_MAX]); }
 
-  int64_t slot(uint64_t epoch) const { return static_cast<int64_t>(epoch % static_cast<uint64_t>(p[SLOTS])); }
-  int64_t record_slot(uint64_t epoch) const {
-    return static_cast<int64_t>(epoch % static_cast<uint64_t>(p[RECORD_SLOTS]));
+  int64_t slot_of(uint64_t epoch, LayoutParam slots) const {
+    if (dropped(Rule::SLOT_FROM_FULL_EPOCH)) epoch = code(epoch);
+    return static_cast<int64_t>(epoch % static_cast<uint64_t>(p[slots]));
   }
+  int64_t slot(uint64_t epoch) const { return dropped(Rule::SLOT_BY_DISPATCH) ? 0 : slot_of(epoch, SLOTS); }
+  int64_t source_slot(uint64_t epoch) const { return dropped(Rule::SOURCE_SLOTS) ? 0 : slot_of(epoch, SOURCE_SLOTS); }
+  int64_t record_slot(uint64_t epoch) const { return dropped(Rule::RECORD_SLOTS) ? 0 : slot_of(epoch, RECORD_SLOTS); }
   int64_t record_at(uint64_t epoch, int64_t source) const {
     return p[RECORD] + record_slot(epoch) * p[RECORD_SLOT_STRIDE] + source * p[RECORD_STRIDE];
   }
   int64_t cell_at(uint64_t epoch, int64_t owner) const {
     return p[CELL] + slot(epoch) * p[CELL_SLOT_STRIDE] + owner * p[CELL_STRIDE];
   }
-  int64_t status_at(int64_t source) const { return p[STATUS] + source * p[STATUS_STRIDE]; }
-  int64_t list_at(uint64_t epoch) const { return p[TOKEN_LIST] + slot(epoch) * p[TOKEN_LIST_SLOT_STRIDE]; }
-  int64_t weight_at(uint64_t epoch) const { return p[WEIGHT] + slot(epoch) * p[WEIGHT_SLOT_STRIDE]; }
-  int64_t x_at(int64_t slot) const { return p[X] + slot * p[X_SLOT_STRIDE]; }
-  int64_t y_at(uint64_t epoch) const { return p[Y] + slot(epoch) * p[Y_SLOT_STRIDE]; }
-  int64_t row_stride(int64_t row_bytes) const {
-    return (row_bytes + p[ROW_ALIGN] - 1) / p[ROW_ALIGN] * p[ROW_ALIGN];
+  int64_t wave_at(uint64_t epoch, Wave what, int64_t writer) const {
+    return p[WAVE] + slot(epoch) * p[WAVE_SLOT_STRIDE] + static_cast<int64_t>(what) * p[WAVE_KIND_STRIDE] +
+           writer * p[WAVE_STRIDE];
   }
+  int64_t status_at(int64_t source) const { return p[STATUS] + source * p[STATUS_STRIDE]; }
+  int64_t list_at(uint64_t epoch) const { return p[TOKEN_LIST] + source_slot(epoch) * p[TOKEN_LIST_SLOT_STRIDE]; }
+  int64_t weight_at(uint64_t epoch) const { return p[WEIGHT] + source_slot(epoch) * p[WEIGHT_SLOT_STRIDE]; }
+  int64_t x_at(uint64_t epoch) const { return p[X] + source_slot(epoch) * p[X_SLOT_STRIDE]; }
+  int64_t stage_at(int64_t slot) const { return p[X] + (p[SOURCE_SLOTS] + slot) * p[X_SLOT_STRIDE]; }
+  int64_t y_at(uint64_t epoch) const {
+    return p[Y] + (dropped(Rule::Y_SLOTS) ? 0 : slot(epoch)) * p[Y_SLOT_STRIDE];
+  }
+  int64_t row_at(uint64_t epoch) const { return p[ROW] + slot(epoch) * p[ROW_SLOT_STRIDE]; }
+  int64_t row_flag_at(uint64_t epoch) const { return p[ROW_FLAG] + slot(epoch) * p[ROW_FLAG_SLOT_STRIDE]; }
+  int64_t z_at(uint64_t epoch) const { return p[Z] + slot(epoch) * p[Z_SLOT_STRIDE]; }
+
+  // Bytes from one row to the next where the owner of the window writes it (x, y).
+  int64_t row_stride(int64_t row_bytes) const { return align_up(row_bytes, p[ROW_ALIGN]); }
+  // The same where another rank writes it (row, z).
+  int64_t remote_stride(int64_t row_bytes) const { return line() ? lines_for(row_bytes) * LINE : row_stride(row_bytes); }
 };
 
 // Where the parts of a handle tensor begin, in int64 words, and how many words it has: handle_words() of op_host/layout.py.

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
+
+#include "lines.h"
 
 namespace moe_a2a {
 namespace {
@@ -72,16 +75,40 @@ void write_record(const Layout& layout, char* window, int64_t source, uint64_t e
   words[w::ALIGN] = header.align;
   put64(words, w::TAG_LO, header.tag);
   put64(words, w::X_LO, header.x_offset);
+  words[w::FLAG_ROWS] = header.flag_rows;
+  put64(words, w::ROUTING_LO, header.routing);
+  put64(words, w::READ_LO, static_cast<int64_t>(header.read));
   words[w::X_STRIDE] = static_cast<int32_t>(header.x_stride);
   if (header.kind == kind::ABORT) words[w::TEXT_BYTES] = static_cast<int32_t>(payload_bytes);
+  if (layout.line()) {
+    std::vector<char> whole(static_cast<size_t>(layout[RECORD_PAYLOAD] + payload_bytes));
+    std::memcpy(whole.data(), words, sizeof words);
+    std::memcpy(whole.data() + layout[RECORD_PAYLOAD], payload, static_cast<size_t>(payload_bytes));
+    put_lines(record, whole.data(), static_cast<int64_t>(whole.size()), layout.code(epoch));
+    return;
+  }
+  const Flags flags(layout.compact());
+  if (dropped(Rule::PAYLOAD_BEFORE_RECORD_CODE)) {
+    flags.store(record + layout[RECORD_CODE], layout.code(epoch));
+    at_point("record code");
+  }
   std::memcpy(record + layout[RECORD_HEADER], words, sizeof words);
   std::memcpy(record + layout[RECORD_PAYLOAD], payload, static_cast<size_t>(payload_bytes));
-  Flags(layout.portable()).store(record + layout[RECORD_CODE], layout.code(epoch));
+  at_point("record body");
+  flags.store(record + layout[RECORD_CODE], layout.code(epoch));
 }
 
 bool record_here(const Layout& layout, const char* window, int64_t source, uint64_t epoch) {
   const char* record = window + layout.record_at(epoch, source);
-  return Flags(layout.portable()).holds(record + layout[RECORD_CODE], layout.code(epoch));
+  const uint64_t code = layout.code(epoch);
+  if (!layout.line()) return Flags(layout.compact()).holds(record + layout[RECORD_CODE], code);
+  if (!lines_hold(record, LINE_PAYLOAD, code)) return false;
+  // The first line says how many there are.
+  const int32_t* words = words_at(record);
+  const int64_t payload = words[record_word::KIND] == kind::ABORT ? words[record_word::TEXT_BYTES]
+                          : get64(words, record_word::ROUTING_LO) != 0 ? 0
+                                                                        : 4 * layout[NUM_EXPERTS];
+  return lines_hold(record, layout[RECORD_PAYLOAD] + std::clamp<int64_t>(payload, 0, layout[RECORD_PAYLOAD_BYTES]), code);
 }
 
 CallHeader read_record(const Layout& layout, const char* window, int64_t source, uint64_t epoch) {
@@ -104,17 +131,29 @@ CallHeader read_record(const Layout& layout, const char* window, int64_t source,
   header.tag = get64(words, w::TAG_LO);
   header.x_offset = get64(words, w::X_LO);
   header.x_stride = words[w::X_STRIDE];
+  header.flag_rows = words[w::FLAG_ROWS];
+  header.routing = get64(words, w::ROUTING_LO);
+  header.read = static_cast<uint64_t>(get64(words, w::READ_LO));
   return header;
 }
 
-const int32_t* record_counts(const Layout& layout, const char* window, int64_t source, uint64_t epoch) {
-  return words_at(window + layout.record_at(epoch, source) + layout[RECORD_PAYLOAD]);
+namespace {
+void read_payload(const Layout& layout, const char* record, char* to, int64_t bytes) {
+  if (layout.line()) return get_lines(to, record, layout[RECORD_PAYLOAD], bytes);
+  std::memcpy(to, record + layout[RECORD_PAYLOAD], static_cast<size_t>(bytes));
+}
+}  // namespace
+
+void read_counts(const Layout& layout, const char* window, int64_t source, uint64_t epoch, int32_t* counts) {
+  read_payload(layout, window + layout.record_at(epoch, source), reinterpret_cast<char*>(counts), 4 * layout[NUM_EXPERTS]);
 }
 
 std::string record_text(const Layout& layout, const char* window, int64_t source, uint64_t epoch) {
   const char* record = window + layout.record_at(epoch, source);
   const int64_t bytes = words_at(record + layout[RECORD_HEADER])[record_word::TEXT_BYTES];
-  return readable_text(record + layout[RECORD_PAYLOAD], std::clamp<int64_t>(bytes, 0, layout[RECORD_PAYLOAD_BYTES]));
+  std::string text(static_cast<size_t>(std::clamp<int64_t>(bytes, 0, layout[RECORD_PAYLOAD_BYTES])), '\0');
+  read_payload(layout, record, text.data(), static_cast<int64_t>(text.size()));
+  return readable_text(text.data(), static_cast<int64_t>(text.size()));
 }
 
 void write_status(const Layout& layout, char* window, int64_t source, status::Status state, int32_t reason, int64_t who,
@@ -128,28 +167,38 @@ void write_status(const Layout& layout, char* window, int64_t source, status::St
   words[w::PHASE] = where;
   words[w::GENERATION] = static_cast<int32_t>(layout[GENERATION]);
   std::memcpy(cell + layout[STATUS_BODY], words, sizeof words);
-  Flags(layout.portable()).store(cell + layout[STATUS_CODE], static_cast<uint64_t>(state));
+  Flags(layout.compact()).store(cell + layout[STATUS_CODE], static_cast<uint64_t>(state));
 }
 
 StatusRead read_status(const Layout& layout, const char* window, int64_t source) {
   namespace w = status_word;
   const char* cell = window + layout.status_at(source);
-  const int64_t state = Flags(layout.portable()).value(cell + layout[STATUS_CODE]);
+  const int64_t state = Flags(layout.compact()).value(cell + layout[STATUS_CODE]);
   if (state == 0) return {0, 0, -1, 0, 0};
   const int32_t* words = words_at(cell + layout[STATUS_BODY]);
   return {static_cast<int32_t>(state), words[w::REASON], words[w::WHO], static_cast<uint64_t>(get64(words, w::EPOCH_LO)),
           words[w::PHASE]};
 }
 
-void write_progress(const Layout& layout, char* window, uint64_t epoch, phase::Phase where) {
-  char* words = window + layout[PROGRESS];
-  store_u64(words + 8 * progress_word::EPOCH, epoch);
-  store_u64(words + 8 * progress_word::PHASE, static_cast<uint64_t>(where));
+uint64_t advance_counter(const Layout& layout, char* window) {
+  char* counter = window + layout[PROGRESS] + 8 * progress_word::EPOCH;
+  const uint64_t epoch = load_u64(counter) + 1;
+  store_u64(counter, epoch);
+  return epoch;
+}
+
+void write_verdict(const Layout& layout, char* window, int32_t verdict) {
+  store_u64(window + layout[PROGRESS] + 8 * progress_word::VERDICT, static_cast<uint64_t>(verdict));
+}
+
+void write_progress(const Layout& layout, char* window, phase::Phase where) {
+  store_u64(window + layout[PROGRESS] + 8 * progress_word::PHASE, static_cast<uint64_t>(where));
 }
 
 ProgressRead read_progress(const Layout& layout, const char* window) {
   const char* words = window + layout[PROGRESS];
-  return {load_u64(words + 8 * progress_word::EPOCH), static_cast<int32_t>(load_u64(words + 8 * progress_word::PHASE))};
+  return {load_u64(words + 8 * progress_word::EPOCH), static_cast<int32_t>(load_u64(words + 8 * progress_word::PHASE)),
+          static_cast<int32_t>(load_u64(words + 8 * progress_word::VERDICT))};
 }
 
 }  // namespace moe_a2a

@@ -33,6 +33,9 @@ struct CallHeader {
   int64_t tag;
   int64_t x_offset;
   int64_t x_stride;
+  int32_t flag_rows;
+  int64_t routing;
+  uint64_t read;
 };
 
 // The most whole UTF-8 characters of `text` that fit into `bytes`.
@@ -41,7 +44,7 @@ std::string clip_text(const std::string& text, int64_t bytes);
 std::string readable_text(const char* text, int64_t bytes);
 
 // Writes the record of `source` for call `epoch` into the window at `window`: body first, then the code.
-// payload: int32 counts[E], or the text of an abort.
+// payload: int32 counts[E] (nothing where a routing is used again), or the text of an abort.
 void write_record(const Layout& layout, char* window, int64_t source, uint64_t epoch, const CallHeader& header,
                   const void* payload, int64_t payload_bytes);
 
@@ -49,7 +52,8 @@ void write_record(const Layout& layout, char* window, int64_t source, uint64_t e
 bool record_here(const Layout& layout, const char* window, int64_t source, uint64_t epoch);
 
 CallHeader read_record(const Layout& layout, const char* window, int64_t source, uint64_t epoch);
-const int32_t* record_counts(const Layout& layout, const char* window, int64_t source, uint64_t epoch);
+// Copies the counts [E] out.
+void read_counts(const Layout& layout, const char* window, int64_t source, uint64_t epoch, int32_t* counts);
 std::string record_text(const Layout& layout, const char* window, int64_t source, uint64_t epoch);
 
 // Status cells: each rank tells each peer, outside of any call, that it is well, gone, or that the group is lost.
@@ -64,11 +68,17 @@ struct StatusRead {
 };
 StatusRead read_status(const Layout& layout, const char* window, int64_t source);
 
+// The call counter lives in the rank's own window: reads n, writes n + 1 back and returns it. Every way out of a call has been
+// through here once.
+uint64_t advance_counter(const Layout& layout, char* window);
+void write_verdict(const Layout& layout, char* window, int32_t verdict);
+
 // What a rank is doing; written by itself into its own window, read by peers for reports only.
-void write_progress(const Layout& layout, char* window, uint64_t epoch, phase::Phase where);
+void write_progress(const Layout& layout, char* window, phase::Phase where);
 struct ProgressRead {
   uint64_t epoch;
   int32_t phase;
+  int32_t verdict;
 };
 ProgressRead read_progress(const Layout& layout, const char* window);
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "layout.h"
+#include "quantize.h"
 
 namespace moe_a2a {
 
@@ -24,6 +25,7 @@ struct RowKernels {
   void (*fence)();
   float (*half_to_float)(uint16_t value);
   WeightedSum weighted_sum[5];  // by Dtype
+  QuantizeRow quantize[3][5] = {};
 };
 
 // The best one this CPU runs; MOE_A2A_CPU=portable in the environment takes the plain one.
