@@ -13,17 +13,24 @@ from .layout import (
     CELL_TEXT_BYTES,
     CODE_BLOCK,
     DTYPE_CODES,
+    LAYOUT_VERSION,
+    LINE,
+    LINE_PAYLOAD,
     RECORD_HEADER_WORDS,
     RECORD_TEXT_BYTES,
+    ROW_TAIL,
     CellWord,
     Format,
     HeaderWord,
     Kind,
+    Mode,
     Phase,
     ProgressWord,
+    Quant,
     RecordWord,
     Status,
     StatusWord,
+    Wave,
     WindowLayout,
     window_layout,
 )
@@ -35,12 +42,13 @@ EXAMPLE = {
     "max_tokens": 16,
     "row_bytes": 130,  # H = 65 in bfloat16
     "recv_rows": 64,
+    "push": True,
 }
 
 _MEANINGS = {
     "HeaderWord.MAGIC": "0x6D6F655F61326131",
-    "HeaderWord.VERSION": "layout version, 1",
-    "HeaderWord.FORMAT": "0 compact, 1 portable",
+    "HeaderWord.VERSION": f"layout version, {LAYOUT_VERSION}",
+    "HeaderWord.FORMAT": "0 compact, 1 portable, 2 line",
     "HeaderWord.GENERATION": "number of this set of windows",
     "HeaderWord.RANK": "the window's owner",
     "HeaderWord.WORLD_SIZE": "R",
@@ -55,19 +63,24 @@ _MEANINGS = {
     "RecordWord.TOKENS": "T of the source",
     "RecordWord.HIDDEN": "H",
     "RecordWord.DTYPE": "x's dtype, below",
-    "RecordWord.QUANT": "quantisation, 0 none",
+    "RecordWord.QUANT": "how rows are quantised, below",
     "RecordWord.WEIGHT_DTYPE": "dtype of the weights that travel, 0 none",
     "RecordWord.TOP_K": "K of the source",
-    "RecordWord.MODE": "0 pull, 1 push",
-    "RecordWord.PAD_LO": "pad_to, -1 exact; low 32 bits",
+    "RecordWord.MODE": "who moves this source's rows, below",
+    "RecordWord.PAD_LO": "rows this rank wants at most (pad_to), -1 any; low 32 bits",
     "RecordWord.PAD_HI": "high 32 bits",
-    "RecordWord.ALIGN": "rows an expert's share is padded to, 1 not",
+    "RecordWord.ALIGN": "an expert's rows are padded to a multiple of this, 1 not",
     "RecordWord.TAG_LO": "the caller's tag, low 32 bits",
     "RecordWord.TAG_HI": "high 32 bits",
     "RecordWord.X_LO": "byte offset of x in the source's window, low 32 bits",
     "RecordWord.X_HI": "high 32 bits",
     "RecordWord.X_STRIDE": "bytes from one row of x to the next",
     "RecordWord.TEXT_BYTES": "ABORT: bytes of UTF-8 text in the payload",
+    "RecordWord.FLAG_ROWS": "push: rows of an expert that share a flag, 0 all of them",
+    "RecordWord.ROUTING_LO": "0, or a digest of the matrix that is used again, low 32 bits; then there is no payload",
+    "RecordWord.ROUTING_HI": "high 32 bits",
+    "RecordWord.READ_LO": "the source reads no x of calls up to this one any more, low 32 bits",
+    "RecordWord.READ_HI": "high 32 bits",
     "CellWord.REASON": "refusal: number of the error",
     "CellWord.DTYPE": "y's dtype",
     "CellWord.HIDDEN": "y's H",
@@ -75,15 +88,16 @@ _MEANINGS = {
     "CellWord.Y_LO": "byte offset of y's row 0 in the owner's window, low 32 bits",
     "CellWord.Y_HI": "high 32 bits",
     "CellWord.TEXT_BYTES": "refusal: bytes of UTF-8 text",
+    "CellWord.MODE": "where the rows are, below: in the owner's y (pull) or in the reader's z (push)",
     "StatusWord.REASON": "number of the error",
     "StatusWord.WHO": "the rank that was missing, -1 none",
     "StatusWord.EPOCH_LO": "n, low 32 bits",
     "StatusWord.EPOCH_HI": "n, high 32 bits",
     "StatusWord.PHASE": "what the writer was doing, below",
     "StatusWord.GENERATION": "of the windows",
-    "ProgressWord.EPOCH": "n",
+    "ProgressWord.EPOCH": "n, the call counter itself: a call reads it, adds one and writes it back",
     "ProgressWord.PHASE": "what the owner is doing, below",
-    "ProgressWord.STEPS": "reserved, 0",
+    "ProgressWord.VERDICT": "how the owner's last call ended: 0, or the number of its error",
 }
 
 
@@ -104,23 +118,21 @@ def _numbers(names: type[enum.IntEnum]) -> str:
     return ", ".join(f"{name.value} {name.name}" for name in names)
 
 
-def _both(compact: WindowLayout, portable: WindowLayout, *names: str) -> str:
+def _fields(layouts: list[WindowLayout], *names: str) -> str:
     return _table(
-        ["field", "compact", "portable"],
-        [[f"`{name}`", str(getattr(compact, name)), str(getattr(portable, name))] for name in names],
+        ["field", *(Format(layout.format).name.lower() for layout in layouts)],
+        [[f"`{name}`", *(str(getattr(layout, name)) for layout in layouts)] for name in names],
     )
 
 
 def tables() -> dict[str, str]:
     """Markdown by name of the place in docs/protocol.md."""
-    compact = window_layout(**EXAMPLE, record_format=Format.COMPACT)
-    portable = window_layout(**EXAMPLE, record_format=Format.PORTABLE)
+    layouts = [window_layout(**EXAMPLE, record_format=record_format) for record_format in Format]
     return {
         "header": _words(HeaderWord),
         "record": _words(RecordWord),
-        "record-bytes": _both(
-            compact,
-            portable,
+        "record-bytes": _fields(
+            layouts,
             "record_header",
             "record_payload",
             "record_payload_bytes",
@@ -128,11 +140,12 @@ def tables() -> dict[str, str]:
             "record_stride",
         ),
         "cell": _words(CellWord),
-        "cell-bytes": _both(
-            compact, portable, "cell_body", "cell_text", "cell_text_bytes", "cell_code", "cell_stride"
+        "cell-bytes": _fields(
+            layouts, "cell_body", "cell_text", "cell_text_bytes", "cell_code", "cell_stride"
         ),
+        "wave-bytes": _fields(layouts, "wave_mark", "wave_code", "wave_stride"),
         "status": _words(StatusWord),
-        "status-bytes": _both(compact, portable, "status_body", "status_code", "status_stride"),
+        "status-bytes": _fields(layouts, "status_body", "status_code", "status_stride"),
         "progress": _words(ProgressWord),
         "numbers": _table(
             ["what", "numbers"],
@@ -140,6 +153,9 @@ def tables() -> dict[str, str]:
                 ["kind of a record", _numbers(Kind)],
                 ["code of a status cell", _numbers(Status)],
                 ["phase", _numbers(Phase)],
+                ["mode", _numbers(Mode)],
+                ["quantisation", _numbers(Quant)],
+                ["kind of a wave cell", _numbers(Wave)],
                 [
                     "dtype",
                     "0 none, "
@@ -149,18 +165,21 @@ def tables() -> dict[str, str]:
                 ["least bytes of a record's payload", str(RECORD_TEXT_BYTES)],
                 ["words of a combine or status body", str(CELL_BODY_WORDS)],
                 ["bytes of a refusal's text", str(CELL_TEXT_BYTES)],
-                ["bytes of a portable code", str(CODE_BLOCK)],
+                ["bytes of a code in portable and line", str(CODE_BLOCK)],
+                ["bytes of a line, and of its payload", f"{LINE}, {LINE_PAYLOAD}"],
+                ["most bytes beside a row's elements", str(ROW_TAIL)],
             ],
         ),
-        "example": _both(
-            compact,
-            portable,
+        "example": _fields(
+            layouts,
             "progress",
             "status",
             "record",
             "record_slot_stride",
             "cell",
             "cell_slot_stride",
+            "wave",
+            "wave_slot_stride",
             "token_list",
             "token_list_slot_stride",
             "weight",
@@ -169,6 +188,13 @@ def tables() -> dict[str, str]:
             "x_slot_stride",
             "y",
             "y_slot_stride",
+            "row",
+            "row_slot_stride",
+            "row_flag",
+            "row_flag_slot_stride",
+            "row_flag_stride",
+            "z",
+            "z_slot_stride",
             "total_bytes",
         ),
     }
