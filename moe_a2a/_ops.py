@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .errors import BadValue
 from .group import find_group
 from .op_host import native  # noqa: F401  loads the C++ kernels
 from .op_host.layout import CODE_DTYPES, handle_words
+from .op_host.quant import QUANT_DTYPES, scales_shape
 
 LIB = torch.library.Library("moe_a2a", "DEF")
 
@@ -34,6 +36,7 @@ LIB.define(
     " -> (Tensor x, Tensor weights, Tensor handle)"
 )
 LIB.define("combine_raw(Tensor y, Tensor handle, Tensor? topk_weights, str group) -> Tensor")
+LIB.define("quantize_rows(Tensor x, str quantize) -> (Tensor q, Tensor scales)")
 LIB.define("window_x(int num_tokens, int hidden, int dtype_code, str group) -> Tensor")
 LIB.define("window_y(Tensor handle, int hidden, int dtype_code, str group) -> Tensor")
 
@@ -114,6 +117,16 @@ def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, group: str) -> Ten
     return y.new_empty(_new_rows() if topk_weights is None else topk_weights.shape[0], y.shape[1])
 
 
+@torch.library.register_fake("moe_a2a::quantize_rows", lib=LIB)
+def _(x: Tensor, quantize: str) -> tuple[Tensor, Tensor]:
+    if quantize not in QUANT_DTYPES:
+        raise BadValue(
+            f'moe_a2a.quantize_rows: quantize = "{quantize}"; expected {" or ".join(map(repr, QUANT_DTYPES))}'
+        )
+    q = x.new_empty(x.shape, dtype=QUANT_DTYPES[quantize])
+    return q, x.new_empty(scales_shape(quantize, *x.shape), dtype=torch.float32)
+
+
 @torch.library.register_fake("moe_a2a::window_x", lib=LIB)
 def _(num_tokens: int, hidden: int, dtype_code: int, group: str) -> Tensor:
     stride = find_group(group).layout.row_stride(hidden, CODE_DTYPES[dtype_code].itemsize)
@@ -144,5 +157,5 @@ def _no_backward(operation: str) -> Any:
 
 
 # Without a formula autograd would return outputs that look like constants and lose the gradient without a word.
-for _operation in ("dispatch", "combine"):
+for _operation in ("dispatch", "combine", "quantize_rows"):
     torch.library.register_autograd(f"moe_a2a::{_operation}", _no_backward(_operation), lib=LIB)
