@@ -7,6 +7,7 @@ rows.
 from . import errors
 from .exchange import Dispatched, Handle, combine, dispatch
 from .group import EPGroup, SizeHint
+from .quantization import dequantize_rows, quantize_rows
 from .routing import send_counts
 
 __version__ = "0.1.0"
@@ -18,7 +19,9 @@ __all__ = [
     "SizeHint",
     "__version__",
     "combine",
+    "dequantize_rows",
     "dispatch",
     "errors",
+    "quantize_rows",
     "send_counts",
 ]

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .errors import BadValue
 from .group import find_group
 from .op_host import native  # noqa: F401  loads the C++ kernels
 from .op_host.layout import CODE_DTYPES, handle_words
+from .op_host.quant import QUANT_DTYPES, QUANT_NAMES, scales_shape
 
 LIB = torch.library.Library("moe_a2a", "DEF")
 
@@ -50,6 +52,7 @@ LIB.define("dispatch_wait_raw(Tensor ticket, str group) -> (Tensor x, Tensor wei
 LIB.define("combine_begin_raw(Tensor y, Tensor handle, str group) -> Tensor")
 LIB.define("combine_wait_raw(Tensor ticket, Tensor? topk_weights, str group) -> Tensor")
 LIB.define("combine_raw(Tensor y, Tensor handle, Tensor? topk_weights, str group) -> Tensor")
+LIB.define("quantize_rows(Tensor x, str quantize) -> (Tensor q, Tensor scales)")
 LIB.define("window_x(int num_tokens, int hidden, int dtype_code, str group) -> Tensor")
 LIB.define("window_y(Tensor handle, int hidden, int dtype_code, str group) -> Tensor")
 
@@ -87,9 +90,6 @@ def _(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     )
 
 
-_QUANT_DTYPES = {1: torch.int8, 2: torch.float8_e4m3fn}
-
-
 def _fake_dispatch(
     x: Tensor,
     topk_idx: Tensor | None,
@@ -104,10 +104,11 @@ def _fake_dispatch(
     if (topk_idx is None) == (routing is None):
         raise RuntimeError("dispatch takes one of topk_idx and routing")
     rows = _new_rows() if pad_to == -1 else pad_to
-    scales = {0: (0,), 1: (rows,), 2: (rows, -(-x.shape[1] // 128))}[quant]
+    name = QUANT_NAMES.get(quant)
+    scales = (0,) if name is None else scales_shape(name, rows, x.shape[1])
     words = _handle_size(topk_idx, group) if topk_idx is not None else routing.shape[0]  # type: ignore[union-attr]
     return (
-        x.new_empty(rows, x.shape[1], dtype=_QUANT_DTYPES.get(quant, x.dtype)),
+        x.new_empty(rows, x.shape[1], dtype=x.dtype if name is None else QUANT_DTYPES[name]),
         x.new_empty(0, dtype=torch.float32) if topk_weights is None else topk_weights.new_empty(rows),
         x.new_empty(scales, dtype=torch.float32),
         x.new_empty(words, dtype=torch.int64),
@@ -204,6 +205,16 @@ def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, group: str) -> Ten
     return y.new_empty(_new_rows() if topk_weights is None else topk_weights.shape[0], y.shape[1])
 
 
+@torch.library.register_fake("moe_a2a::quantize_rows", lib=LIB)
+def _(x: Tensor, quantize: str) -> tuple[Tensor, Tensor]:
+    if quantize not in QUANT_DTYPES:
+        raise BadValue(
+            f'moe_a2a.quantize_rows: quantize = "{quantize}"; expected {" or ".join(map(repr, QUANT_DTYPES))}'
+        )
+    q = x.new_empty(x.shape, dtype=QUANT_DTYPES[quantize])
+    return q, x.new_empty(scales_shape(quantize, *x.shape), dtype=torch.float32)
+
+
 @torch.library.register_fake("moe_a2a::window_x", lib=LIB)
 def _(num_tokens: int, hidden: int, dtype_code: int, group: str) -> Tensor:
     stride = find_group(group).layout.row_stride(hidden, CODE_DTYPES[dtype_code].itemsize)
@@ -234,5 +245,5 @@ def _no_backward(operation: str) -> Any:
 
 
 # Without a formula autograd would return outputs that look like constants and lose the gradient without a word.
-for _operation in ("dispatch", "dispatch_full", "combine"):
+for _operation in ("dispatch", "dispatch_full", "combine", "quantize_rows"):
     torch.library.register_autograd(f"moe_a2a::{_operation}", _no_backward(_operation), lib=LIB)

@@ -22,6 +22,7 @@ from . import _ops, errors
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import DTYPE_CODES, HandleView
+from .op_host.quant import QUANT_CODES
 
 _dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
 _dispatch_full_raw = torch.ops.moe_a2a.dispatch_full_raw.default
@@ -33,8 +34,6 @@ _combine_wait_raw = torch.ops.moe_a2a.combine_wait_raw.default
 _dispatch = torch.ops.moe_a2a.dispatch.default
 _dispatch_full = torch.ops.moe_a2a.dispatch_full.default
 _combine = torch.ops.moe_a2a.combine.default
-
-QUANTIZE = {None: 0, "int8": 1, "fp8_e4m3": 2}
 
 
 class Handle:
@@ -253,7 +252,9 @@ def _wants_gradient(rows: Tensor, topk_weights: Tensor | None) -> bool:
 
 
 def _quant_code(quantize: str | None) -> int:
-    code = QUANTIZE.get(quantize) if quantize is None or isinstance(quantize, str) else None
+    if quantize is None:
+        return 0
+    code = QUANT_CODES.get(quantize) if isinstance(quantize, str) else None
     if code is None:
         raise ValueError(f"quantize = {quantize!r}; expected None, 'int8' or 'fp8_e4m3'")
     return code

@@ -318,6 +318,46 @@ def moe_magnitude_fp64(
     return _fp64_terms(xs, idxs, weights, expert_fn, num_experts, torch.abs)
 
 
+def quantize_rows_reference(x_TH: Tensor, quantize: str) -> tuple[Tensor, Tensor]:
+    """What quantize_rows has to return, bit for bit.
+
+    Args:
+        x_TH: [T, H] fp32/bf16/fp16/fp64, H >= 1.
+        quantize: "int8" (one scale a row) or "fp8_e4m3" (one scale per 128 columns).
+
+    Returns:
+        q_TH: [T, H] int8 or float8_e4m3fn.
+        scales: fp32, [T] for int8, [T, ceil(H / 128)] for fp8_e4m3. NaN where a value that it covers is NaN or Inf (q is 0
+        there), 0 where it underflows (q is 0, too).
+
+    >>> q_TH, scales_T = quantize_rows_reference(torch.tensor([[2.0, -1.0, 0.5, 0.0]]), "int8")
+    >>> q_TH.tolist(), (scales_T * 127).tolist()
+    ([[127, -64, 32, 0]], [2.0])
+    """
+    hidden = x_TH.shape[1]
+    limit, width = {"int8": (127.0, hidden), "fp8_e4m3": (448.0, 128)}[quantize]
+    # B parts of a row, n columns each; zeros behind the last column change no maximum.
+    x_TBn = rearrange(
+        torch.nn.functional.pad(x_TH.to(torch.float32), (0, -hidden % width)), "t (b n) -> t b n", n=width
+    )
+    amax_TB1 = x_TBn.abs().amax(-1, keepdim=True)  # NaN if there is one
+    scales_TB1 = amax_TB1 / torch.full_like(amax_TB1, limit)  # both tensors: a true division
+    finite_TB1 = amax_TB1.isfinite()
+    scales_TB1 = torch.where(finite_TB1, scales_TB1, torch.full_like(scales_TB1, torch.nan))
+    ratio_TBn = torch.where(scales_TB1 > 0, x_TBn / scales_TB1, torch.zeros_like(x_TBn)).clamp(-limit, limit)
+    ratio_TH = rearrange(ratio_TBn, "t b n -> t (b n)")[:, :hidden]
+    if quantize == "int8":
+        return ratio_TH.round().to(torch.int8), rearrange(scales_TB1, "t 1 1 -> t")  # round: ties to even
+    return ratio_TH.to(torch.float8_e4m3fn), rearrange(scales_TB1, "t b 1 -> t b")
+
+
+def dequantize_rows_reference(q_TH: Tensor, scales: Tensor) -> Tensor:
+    """[T, H] fp32, ``float32(q) * scale``: what quantised rows stand for. Arguments as quantize_rows_reference returns them."""
+    column_H = torch.arange(q_TH.shape[1])
+    scales_TH = scales[:, None].expand(q_TH.shape) if scales.dim() == 1 else scales[:, column_H // 128]
+    return q_TH.to(torch.float32) * scales_TH
+
+
 # ============================================================================================================
 # Part 2: the collective transport. Validation first, then the exchange.
 # ============================================================================================================

@@ -10,7 +10,7 @@
  * Claims: all ranks raise or none; a call that doesn't raise reads the right rows; nobody hangs. A wait and its reads are one
  * step, as in exchange.pml.
  *
- * Parameters: R ranks (2 or 3), CALLS, NREC record slots.
+ * Parameters: R ranks (2 or 3), CALLS; GOOD_OR_BAD: a good call always has rows, and they fit.
  * Faults
  *   FAULT_SOME_PEERS     only the next rank is told, the others get counts
  *   FAULT_AFTER_RECORD   found out after the record with counts was sent
@@ -27,7 +27,7 @@
 #define NREC 2
 #define NX 2 /* slots of x, read by pull */
 
-#define ABORT 3   /* a record's body: rows for the next rank, or this */
+#define ABORT 3    /* a record's body: rows for the next rank, or this */
 #define TOO_MANY 2 /* rows that don't fit its window */
 
 #define REC(owner, n, source) (((owner) * NREC + (n) % NREC) * R + (source))
@@ -94,9 +94,11 @@ proctype Rank(byte me) {
        n < CALLS && DRAINED ->
        n++;
        if
-       :: mine = 0; x[me * NX + n % NX] = n
        :: mine = 1; x[me * NX + n % NX] = n
+#ifndef GOOD_OR_BAD
+       :: mine = 0; x[me * NX + n % NX] = n
        :: mine = TOO_MANY; x[me * NX + n % NX] = n
+#endif
        :: mine = ABORT; bad[n] = true
        fi
      };

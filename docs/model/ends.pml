@@ -1,31 +1,38 @@
 /* Ends: peers that leave, die or are too slow while others wait for them.
  *
  * Every rank makes CALLS calls, one record round each, and then closes its group: LEFT in its status cell of every peer. With
- * LEAVE_EARLY it may close before. With DIE it may die at any step. With TIMEOUT a wait may end at any time; a rank that is
- * only slow then goes on as a zombie and writes its records late.
+ * LEAVE_EARLY it may close before. Up to DEATHS processes may end at any step. Up to TIMEOUTS waits end
+ * although nothing is wrong; the slow peer then goes on as a zombie and writes its records late.
  *
- * A waiting rank polls for the record and, when it isn't here, looks at its status cells. LEFT and the end of a process count
- * only for the peer it waits for, POISON counts from any. When it finds one it polls once more before it raises, since the
- * peer may have done its part between the poll and the look. A rank that raises for any such reason first writes POISON to
- * all peers and never touches the windows again. Closing a group that hasn't raised writes LEFT.
+ * A waiting rank polls for the records and, while some are missing, looks at its status cells. LEFT and the end of a process
+ * count only for peers it still waits for, POISON counts from any. When it finds a peer gone it polls once more: the peer may
+ * have done its part between the poll and the look. It raises only if the record of *that* peer is still missing, and goes on
+ * waiting otherwise; for POISON or a timeout it raises if any record is missing. A rank that raises first writes POISON to all
+ * peers and never touches the windows again.
  *
- * Claims: nobody waits for ever; a peer is reported as gone only when its record is really missing; a call that returns has
- * read what its peers wrote.
+ * Claims: nobody waits for ever; a peer is reported as gone only when its record is really missing; where nobody leaves early,
+ * dies or times out, nobody raises; a call that returns has read what its peers wrote.
  *
- * Parameters: R ranks, CALLS; LEAVE_EARLY, DIE, TIMEOUT.
+ * Parameters: R ranks (2 or 3), CALLS, DEATHS, TIMEOUTS; LEAVE_EARLY.
  * Faults
- *   FAULT_NO_SECOND_POLL  raises as soon as the peer is gone
- *   FAULT_LEFT_FIRST      LEFT is written before the last record
+ *   FAULT_NO_SECOND_POLL  raises as soon as a peer is gone
+ *   FAULT_ANY_MISSING     polls once more, but raises if any record is missing, not only that of the peer that is gone
+ *   FAULT_LEFT_FIRST      LEFT may be seen before the last records
  *   FAULT_NO_POISON       raises without telling anyone
- *   FAULT_POISON_ONE      tells only one peer
- *   FAULT_POISON_AWAITED  POISON counts only from the peer that is waited for, and LEFT from nobody
- *   FAULT_WRITES_ON       a rank that has raised reuses its x for the next group
+ *   FAULT_POISON_ONE      tells only a rank that it missed
+ *   FAULT_WRITES_ON       a rank that has raised goes on to use its x
  */
 #ifndef R
 #define R 2
 #endif
 #ifndef CALLS
 #define CALLS 2
+#endif
+#ifndef DEATHS
+#define DEATHS 0
+#endif
+#ifndef TIMEOUTS
+#define TIMEOUTS 0
 #endif
 #define NREC 2
 #define NX 2
@@ -38,94 +45,125 @@
 byte code[R * NREC * R];
 byte x[R * NX];
 byte status[R * R];
-bool ended[R]; /* the process is over, as a pidfd tells */
-byte wrote[R * R]; /* ghost: last record that [source] wrote for [owner] */
+bool ended[R];     /* the process is over, as a pidfd tells */
+byte deaths, timeouts;
+byte wrote[R * R]; /* ghost: last record that [owner] has from [source] */
 
-#define HERE(p) (code[REC(me, n, p)] == n)
+#define HERE(p) ((p) == me || code[REC(me, n, p)] == n)
 #define GONE(p) (status[STATUS(me, p)] == LEFT || ended[p])
-#define POISONED_BY(p) (status[STATUS(me, p)] == POISON)
-#ifdef FAULT_POISON_AWAITED
-#define POISONED POISONED_BY(p)
-#elif R == 2
-#define POISONED (POISONED_BY(0) || POISONED_BY(1))
+#define MISSED(p) ((missing >> (p)) & 1)
+#if R == 2
+#define ALL_HERE (HERE(0) && HERE(1))
+#define POISONED (status[STATUS(me, 0)] == POISON || status[STATUS(me, 1)] == POISON)
 #else
-#define POISONED (POISONED_BY(0) || POISONED_BY(1) || POISONED_BY(2))
+#define ALL_HERE (HERE(0) && HERE(1) && HERE(2))
+#define POISONED (status[STATUS(me, 0)] == POISON || status[STATUS(me, 1)] == POISON || status[STATUS(me, 2)] == POISON)
 #endif
 
-#ifdef DIE
-#define MAY_DIE :: atomic { !ended[0] && !ended[R - 1] -> goto dead } /* one death of these is enough */
+#if DEATHS > 0
+#define MAY_DIE :: atomic { deaths < DEATHS -> deaths++; goto dead }
 #else
 #define MAY_DIE
 #endif
-#ifdef TIMEOUT
-#define MAY_TIME_OUT :: atomic { !HERE(p) -> goto raise }
-#else
-#define MAY_TIME_OUT
-#endif
+
+inline poll() {
+  missing = 0;
+  p = 0;
+  do
+  :: p < R ->
+     if
+     :: HERE(p)
+     :: else -> missing = missing | (1 << p)
+     fi;
+     p++
+  :: else -> break
+  od;
+  p = 0
+}
 
 proctype Rank(byte me) {
-  byte n, p;
+  byte n, p, missing, who;
   do
-  :: atomic { n < CALLS -> n++; x[me * NX + n % NX] = n };
+  :: atomic {
+       n < CALLS ->
+       n++;
+       x[me * NX + n % NX] = n;
+#ifdef FAULT_LEFT_FIRST
+       do
+       :: p < R && n == CALLS -> status[STATUS(p, me)] = LEFT; p++
+       :: else -> break
+       od;
+       p = 0
+#endif
+     };
      do /* the records, one peer after the other */
      :: atomic { p < R && p != me -> code[REC(p, n, me)] = n; wrote[STATUS(p, me)] = n; p++ }
      :: atomic { p == me -> p++ }
      :: atomic { p == R -> p = 0; break }
      MAY_DIE
      od;
-     do /* wait; in order of ranks, which is as good as any, for a step here may come late */
-     :: atomic { p < R && p != me && HERE(p) -> p++ }
-     :: atomic { p < R && p != me && !HERE(p) }; /* not here, a look at the status cells follows */
-        if
-        :: atomic { HERE(p) -> p++ }
-        :: GONE(p) ->
-#ifndef FAULT_NO_SECOND_POLL
-           if
-           :: atomic { HERE(p) -> p++ }
-           :: atomic { !HERE(p) -> assert(wrote[STATUS(me, p)] < n); goto raise }
-           fi
-#else
-           atomic { assert(wrote[STATUS(me, p)] < n); goto raise }
+     do /* wait */
+     :: atomic {
+          poll();
+          if
+          :: missing == 0 -> break
+          :: else
+          fi
+        };
+        if /* look, where there is something to see */
+        :: atomic { ALL_HERE -> missing = 0; break }
+        :: atomic { MISSED(0) && GONE(0) -> who = 0 }
+        :: atomic { MISSED(1) && GONE(1) -> who = 1 }
+#if R > 2
+        :: atomic { MISSED(2) && GONE(2) -> who = 2 }
 #endif
-        :: POISONED ->
-           if
-           :: atomic { HERE(p) -> p++ }
-           :: atomic { !HERE(p) -> goto raise }
-           fi
-        MAY_TIME_OUT
-        fi
-     :: atomic { p == me -> p++ }
-     :: atomic { p == R -> p = 0; break }
-     MAY_DIE
+        :: atomic { POISONED -> who = R }
+#if TIMEOUTS > 0
+        :: atomic { timeouts < TIMEOUTS -> timeouts++; who = R }
+#endif
+        MAY_DIE
+        fi;
+        atomic {
+#ifndef FAULT_NO_SECOND_POLL
+          poll();
+#endif
+          if
+          :: missing == 0 -> who = 0; break
+#ifndef FAULT_ANY_MISSING
+          :: who < R && missing != 0 && !MISSED(who) -> who = 0
+#endif
+          :: else -> assert(who == R || wrote[STATUS(me, who)] < n); who = 0; goto raise
+          fi
+        }
      od;
      do /* all here: the rows are pulled, perhaps much later and although a peer has raised or died meanwhile */
      :: atomic { p < R -> assert(p == me || x[p * NX + n % NX] == n); p++ }
      :: atomic { p == R -> p = 0; break }
+     MAY_DIE
      od
 #ifdef LEAVE_EARLY
   :: n < CALLS -> break
 #endif
   :: n == CALLS -> break
   od;
-leave:
   do
   :: atomic { p < R -> status[STATUS(p, me)] = LEFT; p++ }
-  :: atomic { p == R -> p = 0; goto over }
+  :: atomic { p == R -> goto over }
+  MAY_DIE
   od;
 raise:
-  p = 0;
-#ifdef FAULT_NO_POISON
-  goto raised;
+#if DEATHS == 0 && TIMEOUTS == 0 && !defined(LEAVE_EARLY)
+  assert(false);
 #endif
 #ifdef FAULT_POISON_ONE
-  status[STATUS((me + 1) % R, me)] = POISON;
-  goto raised;
-#endif
+  status[STATUS((MISSED(0) -> 0 : (MISSED(1) -> 1 : 2)), me)] = POISON;
+#elif !defined(FAULT_NO_POISON)
   do
   :: atomic { p < R -> status[STATUS(p, me)] = POISON; p++ }
-  :: atomic { p == R -> p = 0; break }
+  :: atomic { p == R -> break }
+  MAY_DIE
   od;
-raised:
+#endif
 #ifdef FAULT_WRITES_ON
   x[me * NX] = 99;
   x[me * NX + 1] = 99;
@@ -134,7 +172,7 @@ raised:
 dead:
   ended[me] = true;
 over:
-  n = 0; p = 0
+  atomic { n = 0; p = 0; missing = 0 }
 }
 
 init {

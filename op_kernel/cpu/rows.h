@@ -1,4 +1,4 @@
-// What is done to rows: copy one, or sum K of them with weights. One implementation a CPU, chosen once at load.
+// What is done to rows: copy one, sum K of them with weights, or quantise one. One implementation a CPU, chosen once at load.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct RowKernels {
   void (*fence)();
   float (*half_to_float)(uint16_t value);
   WeightedSum weighted_sum[5];  // by Dtype
-  QuantizeRow quantize[3][5] = {};
+  QuantizeRow quantize[3][5];   // by Quant and Dtype; null where there is nothing to do
 };
 
 // The best one this CPU runs; MOE_A2A_CPU=portable in the environment takes the plain one.

@@ -33,6 +33,8 @@ inline uint16_t store_one(float value) { return _cvtss_sh(value, _MM_FROUND_TO_N
 
 #include "rows.inc"
 
+#include "quantize.inc"
+
 void copy(char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
 void copy_streaming(char* to, const char* from, size_t bytes) {
@@ -66,6 +68,11 @@ const RowKernels& avx2_row_kernels() {
       avx2::half::load_one,
       {nullptr, avx2::weighted_sum<avx2::F32Rows>, avx2::weighted_sum<avx2::Bf16Rows>,
        avx2::weighted_sum<avx2::F16Rows>, avx2::weighted_sum<avx2::F64Rows>},
+      {{},
+       {nullptr, avx2::to_int8<avx2::F32Rows>, avx2::to_int8<avx2::Bf16Rows>,
+        avx2::to_int8<avx2::F16Rows>, avx2::to_int8<avx2::F64AsF32Rows>},
+       {nullptr, avx2::to_fp8_e4m3<avx2::F32Rows>, avx2::to_fp8_e4m3<avx2::Bf16Rows>,
+        avx2::to_fp8_e4m3<avx2::F16Rows>, avx2::to_fp8_e4m3<avx2::F64AsF32Rows>}},
   };
   return kernels;
 }

@@ -54,8 +54,10 @@ uint16_t store_one(float value) {
 }
 
 F32V load(const uint16_t* at) {
+  uint16_t halves[4];  // `at` may be any address
+  __builtin_memcpy(halves, at, sizeof halves);
   F32V value;
-  for (int lane = 0; lane < 4; ++lane) value[lane] = load_one(at[lane]);
+  for (int lane = 0; lane < 4; ++lane) value[lane] = load_one(halves[lane]);
   return value;
 }
 
@@ -66,6 +68,8 @@ void store(uint16_t* at, F32V value) {
 }  // namespace half
 
 #include "rows.inc"
+
+#include "quantize.inc"
 
 void copy(char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); }
 void fence() {}
@@ -81,6 +85,11 @@ const RowKernels& portable_row_kernels() {
       portable::half::load_one,
       {nullptr, portable::weighted_sum<portable::F32Rows>, portable::weighted_sum<portable::Bf16Rows>,
        portable::weighted_sum<portable::F16Rows>, portable::weighted_sum<portable::F64Rows>},
+      {{},
+       {nullptr, portable::to_int8<portable::F32Rows>, portable::to_int8<portable::Bf16Rows>,
+        portable::to_int8<portable::F16Rows>, portable::to_int8<portable::F64AsF32Rows>},
+       {nullptr, portable::to_fp8_e4m3<portable::F32Rows>, portable::to_fp8_e4m3<portable::Bf16Rows>,
+        portable::to_fp8_e4m3<portable::F16Rows>, portable::to_fp8_e4m3<portable::F64AsF32Rows>}},
   };
   return kernels;
 }
