@@ -120,18 +120,18 @@ def test_equal_tags(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_window_too_small(pool: RankPool, ranks: int) -> None:
+def test_pad_too_small(pool: RankPool, ranks: int) -> None:
     owner = 0 if ranks == 1 else min(1, ranks - 1)
     if ranks == 2:
         owner = 0  # experts 0 and 1 of 3 belong to rank 0
     needed = 8 * ranks
-    for error in pool.run(ranks, errors.window_too_small, needed - 1):
+    for error in pool.run(ranks, errors.pad_too_small, needed - 1):
         check(
             error,
-            ("WindowTooSmall", "RuntimeError"),
-            ("dispatch", f"rank {owner}", str(needed), str(needed - 1), "max_recv_rows"),
+            ("PadTooSmall", "ValueError"),
+            ("dispatch", f"rank {owner}", str(needed), str(needed - 1), "pad_to"),
         )
-    assert pool.run(ranks, errors.window_too_small, needed) == [None] * ranks, "exactly full is not too small"
+    assert pool.run(ranks, errors.pad_too_small, needed) == [None] * ranks, "exactly full is not too small"
 
 
 # ---------------------------------------------------------------------------------------------------- combine
@@ -387,7 +387,7 @@ def test_errors_have_the_bases_that_callers_expect() -> None:
         "BadType": TypeError,
         "PeerAborted": RuntimeError,
         "CallMismatch": RuntimeError,
-        "WindowTooSmall": RuntimeError,
+        "PadTooSmall": ValueError,
         "PeerLost": RuntimeError,
         "PeerTimeout": TimeoutError,
         "GroupPoisoned": RuntimeError,

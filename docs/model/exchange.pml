@@ -20,7 +20,7 @@
  * Parameters
  *   R ranks (2 or 3), NS slots, A most dispatches begun and not finished (up to NS), NREC record slots, NX slots for x,
  *   V codes (0: never wraps), ROWS most rows from one rank to another (1 or 2), DPUSH and CPUSH 0 pull, 1 push, 2 either,
- *   EARLY: combines may end early, FREE_ORDER: with A = 2, a rank may finish the later dispatch first,
+ *   SENDERS ranks that have rows to send (0, 1, ...), EARLY: combines may end early, FREE_ORDER: with A = 2, a rank may finish the later dispatch first,
  *   START calls made before the script begins, all without rows (so that a wrap is near),
  *   LEN length of all scripts (in calls where A = 1, in steps otherwise), or STEPS and S0, S1, ... for a fixed one
  * Faults
@@ -75,6 +75,9 @@
 #endif
 #ifndef START
 #define START 0
+#endif
+#ifndef SENDERS
+#define SENDERS R
 #endif
 
 /* ------------------------------------------------------------------------------------------------ numbers */
@@ -310,9 +313,9 @@ inline choose_rows() {
      :: COUNT(n, me, p) = route[me * R + p]
 #else
      :: true
-     :: p != me -> COUNT(n, me, p) = ROWS
+     :: p != me && me < SENDERS -> COUNT(n, me, p) = ROWS
 #if ROWS == 2
-     :: p != me -> COUNT(n, me, p) = 1
+     :: p != me && me < SENDERS -> COUNT(n, me, p) = 1
 #endif
 #endif
      fi;

@@ -212,6 +212,8 @@ def tampered(ctx: RankContext, part: str) -> str:
     """The handle is a tensor, and tensors can be written to."""
     group = ctx.fresh_group(**SIZES)
     d = _late_step(group)
+    want = moe_a2a.combine(d.x, d.handle)
+    d = _late_step(group)
     meta = d.handle.meta
     if ctx.rank == 0:
         if part == "row":
@@ -229,7 +231,7 @@ def tampered(ctx: RankContext, part: str) -> str:
         elif part == "copies":
             d.handle.send_count_matrix.zero_()
     try:
-        moe_a2a.combine(d.x, d.handle)
+        assert torch.equal(moe_a2a.combine(d.x, d.handle), want)
         result = "combined"
     except errors.MoeA2AError as error:
         result = str(error)

@@ -207,12 +207,12 @@ def equal_tags(ctx: RankContext) -> None:
     good_step(ctx, group)
 
 
-def window_too_small(ctx: RankContext, rows: int) -> Caught | None:
-    """Every rank sends 8 tokens to expert 1; its owner has room for ``rows``. A smaller step follows."""
-    spec = GroupSpec(3, 1, 8, 8, recv_rows=rows)
-    group = spec.open(ctx)
-    step = Step((8,) * ctx.world_size, 1, 8, routing="one", target=1)
-    error = caught(lambda: check_step(ctx, group, step))
+def pad_too_small(ctx: RankContext, rows: int) -> Caught | None:
+    """Every rank sends 8 tokens to expert 1; its owner asked for at most ``rows``, others for none. A step follows."""
+    group = GroupSpec(3, 1, 8, 8).open(ctx)
+    mine = make_inputs(Step((8,) * ctx.world_size, 1, 8, routing="one", target=1), ctx.rank, 3)
+    pad_to = rows if 1 in group.local_experts else 0
+    error = caught(lambda: moe_a2a.dispatch(mine.x_TH, mine.idx_TK, group, pad_to=pad_to))
     check_step(ctx, group, Step((3,) * ctx.world_size, 1, 8, routing="one", target=1))
     return error
 
