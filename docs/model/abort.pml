@@ -4,17 +4,18 @@
  * nothing else, and raises at once. Others raise as soon as they see an ABORT, whether or not the other records are here. A
  * window that is too small is judged by every rank from the same records, so all raise. n is used up in each case.
  *
- * Drain: a rank that raised before it saw all records of n waits for the rest of them before it writes anything of n + 1.
- * Without it, record n + 1 may overwrite record n - 1 in a peer's window unread: both stand in slot (n + 1) mod NREC.
+ * A rank that raised before it saw all records of n goes on. Records are read in order, and record n is published only when
+ * those of n - NS have been read: without that it may overwrite record n - NREC in a peer's window unread. With NS = 1 that is
+ * waiting out the records of an aborted call before the next one.
  *
  * Claims: all ranks raise or none; a call that doesn't raise reads the right rows; nobody hangs. A wait and its reads are one
  * step, as in exchange.pml.
  *
- * Parameters: R ranks (2 or 3), CALLS; GOOD_OR_BAD: a good call always has rows, and they fit.
+ * Parameters: R ranks (2 or 3), CALLS, NS dispatches begun and not read; GOOD_OR_BAD: a good call always has rows, and they fit.
  * Faults
  *   FAULT_SOME_PEERS     only the next rank is told, the others get counts
  *   FAULT_AFTER_RECORD   found out after the record with counts was sent
- *   FAULT_NO_DRAIN       the next call begins at once
+ *   FAULT_NO_DRAIN       the next call begins at once, whatever hasn't been read
  *   FAULT_NOT_USED_UP    the aborter gives its next call the same number
  *   FAULT_LOCAL_VERDICT  only the rank whose window is too small finds that out
  */
@@ -24,8 +25,11 @@
 #ifndef CALLS
 #define CALLS 4
 #endif
-#define NREC 2
-#define NX 2 /* slots of x, read by pull */
+#ifndef NS
+#define NS 1
+#endif
+#define NREC (2 * NS)
+#define NX (2 * NS) /* slots of x, read by pull */
 
 #define ABORT 3    /* a record's body: rows for the next rank, or this */
 #define TOO_MANY 2 /* rows that don't fit its window */
@@ -48,14 +52,23 @@ bool bad[CALLS + 2], raised[CALLS + 2], returned[CALLS + 2];
 #endif
 
 #ifdef FAULT_NO_DRAIN
-#define DRAINED true
+#define MUST_READ false
 #else
-#define DRAINED (n == 0 || ALL_RECORDS(n)) /* true at once where the call before saw them all */
+#define MUST_READ (n + 1 > heard + NS) /* before call n + 1 is published */
 #endif
 
 inline raise() {
   assert(!returned[n]);
   raised[n] = true
+}
+
+inline check_records(n_) {
+  p = 0;
+  do
+  :: p < R -> assert(p == me || truth[REC(me, n_, p)] == n_); p++
+  :: else -> break
+  od;
+  p = 0
 }
 
 inline finish() {
@@ -66,7 +79,6 @@ inline finish() {
      if
      :: p == me
      :: p != me ->
-        assert(truth[REC(me, n, p)] == n);
 #ifdef FAULT_LOCAL_VERDICT
         fits = fits || (p + 1) % R != me;
 #endif
@@ -88,10 +100,12 @@ inline finish() {
 
 proctype Rank(byte me) {
   byte n, mine, p;
+  byte heard; /* all records up to this call were read */
   bool fits;
   do
+  :: atomic { n < CALLS && MUST_READ && ALL_RECORDS(heard + 1) -> heard++; check_records(heard) }
   :: atomic {
-       n < CALLS && DRAINED ->
+       n < CALLS && !MUST_READ ->
        n++;
        if
        :: mine = 1; x[me * NX + n % NX] = n
@@ -119,6 +133,12 @@ proctype Rank(byte me) {
      :: atomic { p == me -> p++ }
      :: atomic { p == R -> p = 0; break }
      od;
+#ifndef FAULT_NO_DRAIN
+     do /* what came before is read first */
+     :: atomic { mine != ABORT && heard + 1 < n && ALL_RECORDS(heard + 1) -> heard++; check_records(heard) }
+     :: mine == ABORT || heard + 1 >= n -> break
+     od;
+#endif
      if
      :: atomic {
           mine == ABORT ->
@@ -129,7 +149,7 @@ proctype Rank(byte me) {
 #endif
         }
      :: atomic { mine != ABORT && ABORT_HERE(n) -> raise(); mine = 0 }
-     :: atomic { mine != ABORT && !ABORT_HERE(n) && ALL_RECORDS(n) -> finish() }
+     :: atomic { mine != ABORT && !ABORT_HERE(n) && ALL_RECORDS(n) -> heard = n; check_records(n); finish() }
      fi
   :: atomic { n == CALLS -> break }
   od

@@ -2,7 +2,7 @@
  *
  * Every rank runs the same script of calls: BEGIN n publishes the record of the next dispatch, FINISH waits for the records of
  * the oldest dispatch under way and moves its rows, COMBINE + h combines handle h. A synchronous dispatch is BEGIN, FINISH.
- * A handle that the script never combines is dropped. Scripts: S0..S7 with STEPS set, else every script of LEN calls.
+ * A handle that the script never combines is dropped.
  *
  * The choices within a call are free: how many rows go to whom, whether a source lets its rows be pulled or pushes them, the
  * same for the owner of a combine, and (EARLY) whether a rank's combine ends early: its weights are unusable and it raises
@@ -19,8 +19,10 @@
  *
  * Parameters
  *   R ranks (2 or 3), NS slots, A most dispatches begun and not finished (up to NS), NREC record slots, NX slots for x,
- *   V codes (0: never wraps), ROWS most rows from one rank to another (1 or 2), DPUSH and CPUSH 0 pull, 1 push, 2 either,
- *   SENDERS ranks that have rows to send (0, 1, ...), EARLY: combines may end early, FREE_ORDER: with A = 2, a rank may finish the later dispatch first,
+ *   V codes (0: never wraps), ROWS most rows from one rank to another (1 or 2), SENDERS ranks that have rows (0, 1, ...),
+ *   DPUSH and CPUSH 0 pull, 1 push, 2 either, EARLY: combines may end early,
+ *   ABANDON: a rank that lets its rows be pulled may abandon a dispatch: it reads the records and not the rows,
+ *   FREE_ORDER: with A = 2, a rank may finish the later dispatch first,
  *   START calls made before the script begins, all without rows (so that a wrap is near),
  *   LEN length of all scripts (in calls where A = 1, in steps otherwise), or STEPS and S0, S1, ... for a fixed one
  * Faults
@@ -30,7 +32,6 @@
  *   FAULT_EARLY_Y             y is written before the records of its dispatch are here
  *   FAULT_SINGLE_Y            one y for all slots
  *   FAULT_SHARED_WORDS        record codes and combine cells are the same words
- *   FAULT_TWICE               a handle may be combined twice
  *   FAULT_EXPIRED             a handle may be combined when NS newer dispatches have begun
  *   FAULT_OWNER_DROPS         the last rank drops every handle although it hosts rows (the source can only time out)
  *   FAULT_NO_CLEAR            flags aren't cleared at a new lap
@@ -592,6 +593,17 @@ next:
        ALL_RECORDS(n);
 #endif
        read_records();
+#ifdef ABANDON
+       if
+       :: true
+       :: !PUSHES(n, me) ->
+          do
+          :: p < R -> COUNT(n, p, me) = 0; p++
+          :: else -> break
+          od;
+          p = 0
+       fi;
+#endif
        expect_rows();
        SEEK(PUSHES(n, me) && COUNT(n, me, p) > 0)
      };

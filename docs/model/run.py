@@ -14,18 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomllib
+
 HERE = Path(__file__).resolve().parent
-# Lane ci: compiling is what takes the time. Lane all: long searches. pan says when its stack is too small for a search, and the check
-# is incomplete then.
+# Lane ci: compiling is what takes the time. Lane all: long searches. Where the stack (-m) is too small for one, pan says so
+# and the check is incomplete.
 BUILD = {"ci": ["-O0"], "all": ["-O2"]}
 SEARCH = {"ci": ["-m50000", "-w20"], "all": ["-m1000000", "-w24"]}
-INCOMPLETE = re.compile(r"max search depth too small|out of memory|reached -DMEMLIM|hash table is full|aborting")
+INCOMPLETE = re.compile(
+    r"max search depth too small|out of memory|reached -DMEMLIM|hash table is full|aborting"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ def load(path: Path) -> list[Check]:
         if check.expect not in ("holds", "fails") or check.lane not in ("ci", "all"):
             raise SystemExit(f"{path.name}: {name}: expect is holds or fails, lane is ci or all")
         if check.way not in (("wrong", "hang") if check.expect == "fails" else ("",)):
-            raise SystemExit(f"{path.name}: {name}: way is wrong or hang where expect is fails, and absent elsewhere")
+            raise SystemExit(
+                f"{path.name}: {name}: way is wrong or hang where expect is fails, and absent elsewhere"
+            )
         if not (HERE / f"{check.model}.pml").is_file():
             raise SystemExit(f"{path.name}: {name}: there is no model {check.model}.pml")
         text = (HERE / f"{check.model}.pml").read_text(encoding="utf-8")
@@ -123,7 +128,12 @@ def run_check(check: Check, limit: float, memory: int, keep: Path | None) -> Out
         shutil.copy(HERE / source, folder)
         options = [f"-D{define}" for define in (*check.defines, *script_defines(check.script))]
         # Breadth first where a fault is looked for: the trail is a shortest one. COLLAPSE: about a third of the memory.
-        build = [*BUILD[check.lane], *([] if check.depth_first else ["-DBFS"]), "-DCOLLAPSE", f"-DMEMLIM={memory}"]
+        build = [
+            *BUILD[check.lane],
+            *([] if check.depth_first else ["-DBFS"]),
+            "-DCOLLAPSE",
+            f"-DMEMLIM={memory}",
+        ]
         commands = [
             ["spin", "-a", *options, source],
             ["gcc", *build, "-w", "-DSAFETY", "-DVECTORSZ=2048", "-o", "pan", "pan.c"],
@@ -133,7 +143,12 @@ def run_check(check: Check, limit: float, memory: int, keep: Path | None) -> Out
         for command in commands:
             try:
                 done = subprocess.run(
-                    command, cwd=folder, timeout=left(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                    command,
+                    cwd=folder,
+                    timeout=left(),
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
                 )
             except subprocess.TimeoutExpired:
                 return incomplete(f"{command[0]} didn't end within {limit:.0f} s")
@@ -168,11 +183,22 @@ def run_check(check: Check, limit: float, memory: int, keep: Path | None) -> Out
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lane", choices=("ci", "all"), default="ci", help="all includes ci (default: ci)")
-    parser.add_argument("--only", metavar="NAME", action="append", help="this check, of any lane; may be repeated")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", help="this check, of any lane; may be repeated"
+    )
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="checks at a time (default: 1)")
-    parser.add_argument("--limit", metavar="S", type=float, default=900.0, help="seconds a check may take (default: 900)")
-    parser.add_argument("--memory", metavar="MB", type=int, default=6000, help="memory of a check (default: 6000)")
-    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the folders of the checks, with trail.txt of what fails")
+    parser.add_argument(
+        "--limit", metavar="S", type=float, default=900.0, help="seconds a check may take (default: 900)"
+    )
+    parser.add_argument(
+        "--memory", metavar="MB", type=int, default=6000, help="memory of a check (default: 6000)"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="DIR",
+        type=Path,
+        help="keep the folders of the checks, with trail.txt of what fails",
+    )
     parser.add_argument("--list", action="store_true", help="only say what the checks show")
     arguments = parser.parse_args()
 
@@ -208,7 +234,10 @@ def main() -> int:
             if not as_expected:
                 line += f"  expected: {words(check.expect, check.way)}; {outcome.detail}"
             print(line, flush=True)
-    print(f"{len(checks) - len(wrong)} of {len(checks)} checks as expected in {time.monotonic() - start:.0f} s", end="")
+    print(
+        f"{len(checks) - len(wrong)} of {len(checks)} checks as expected in {time.monotonic() - start:.0f} s",
+        end="",
+    )
     print(f"; not: {', '.join(wrong)}" if wrong else "")
     return 1 if wrong else 0
 

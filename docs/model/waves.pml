@@ -3,17 +3,19 @@
  * Wave w covers the final rows [w CAP, (w + 1) CAP) of each destination; there is one region of CAP rows per slot. Codes are
  * those of the call, so a row flag or a cell doesn't say which wave it belongs to.
  *
- * Push dispatch, per wave: send own rows; wait for the rows of the wave, copy them out, ZERO their flags, then acknowledge to
- * every sender. An acknowledgement is a cell {code(n), mark}: w + 1 waves are out. Its first mark is written before its code,
- * later ones just replace the mark. Rows of wave w > 0 are written only after the destination's mark is at least w.
+ * Push dispatch, per wave: send own rows; wait for the rows of the wave and copy them out; then, unless it is the last wave,
+ * ZERO their flags and afterwards acknowledge to every sender. An acknowledgement is a cell {code(n), mark}: w + 1 waves are
+ * out. Its first mark is written before its code, later ones just replace the mark. Rows of wave w > 0 are written only after
+ * the destination's mark is at least w.
  *
  * Pull combine, per wave: the owner waits until every source with rows in its wave w - 1 has acknowledged it, writes the rows
- * of wave w into y and sets the mark w + 1 in the cell of every source with rows in it; a source waits for that, copies, and
- * acknowledges with a mark w + 1 of its own. Dispatch and combine have acknowledgement cells of their own.
+ * of wave w into y and says so: in wave 0 by the combine cell, to all its sources; later by a mark w + 1, to those with rows
+ * in the wave. A source waits for that, copies, and acknowledges with a mark w + 1 of its own. The three kinds of marks have
+ * cells of their own.
  *
- * A rank whose combine ends early (EARLY) still takes part in every wave: one with unusable weights writes its own y and
- * acknowledges without reading; one with unusable y writes a refusal instead of its first mark to each source, and
- * acknowledges. It may raise only then: an owner of its rows would wait for its acknowledgements.
+ * A rank whose combine ends early (EARLY: unusable weights; unusable y, then it refuses; a refusal from an owner) acknowledges
+ * all waves to all owners of its rows at once, goes on giving its own rows, and raises only then. A dispatch that is abandoned
+ * (ABANDON: its records are read, its rows are not received) is acknowledged like that, too. Others wait for these marks.
  *
  * All ranks run the same number of waves in a call, the most that any destination needs.
  *
@@ -26,8 +28,9 @@
  * Parameters
  *   R ranks (2 or 3), NS slots, A dispatches begun and not finished, OPEN handles (up to NS), V codes (0: never wraps),
  *   CAP rows of a window (1 or 2), MOST rows from a rank to another, TARGETS ranks that receive rows (0, 1, ...),
- *   CALLS, START calls made before, NO_COMBINE: handles are dropped, KEEP_LAST: flags of a call's last wave aren't zeroed,
- *   EARLY: combines may end early
+ *   CALLS, START calls made before, NO_COMBINE: handles are dropped, ZERO_LAST: the last wave is treated like the others,
+ *   EARLY: combines may end early, ABANDON: a rank that sends nothing may abandon a dispatch,
+ *   ONE_ASYNC: only rank 0 has more than one dispatch under way, the others are synchronous
  * Faults
  *   FAULT_NO_ACK             rows of the next wave don't wait for the acknowledgement
  *   FAULT_NO_COMBINE_ACK     y of the next wave doesn't wait for the acknowledgements
@@ -40,6 +43,8 @@
  *   FAULT_SEND_ALL           a rank sends all its waves before it receives
  *   FAULT_OWN_WAVES          a rank stops after as many waves as it receives
  *   FAULT_EARLY_LEAVES       a rank whose combine ends early doesn't acknowledge
+ *   FAULT_ABANDON_SILENT     a dispatch is abandoned without acknowledging
+ *   FAULT_LATER_FIRST        with ONE_ASYNC, rank 0 may finish the later of two dispatches first
  *   FAULT_NO_LAP_CLEAR, FAULT_CLEAR_ONCE   at a new lap, cells and flags aren't cleared; or at a slot's first use only
  */
 #ifndef R
@@ -94,13 +99,14 @@ byte rows[KEPT * R * R];          /* their bodies: rows [source][destination]; t
 byte row[R * NS * CAP];           /* push: rows and their flags */
 byte flag[R * NS * CAP];
 byte y[R * NS * CAP];             /* pull: rows of a combine */
-byte ack_code[R * NS * R], ack_mark[R * NS * R];   /* dispatch: destination to sender */
-byte cell_code[R * NS * R], cell_mark[R * NS * R]; /* combine: owner to source */
+byte ack_code[R * NS * R], ack_mark[R * NS * R];     /* dispatch: destination to sender */
+byte cell_code[R * NS * R];                          /* combine: owner to source, wave 0 */
+byte ready_code[R * NS * R], ready_mark[R * NS * R]; /* combine: owner to source, later waves */
 #ifdef FAULT_SHARED_ACK
 #define back_code ack_code
 #define back_mark ack_mark
 #else
-byte back_code[R * NS * R], back_mark[R * NS * R]; /* combine: source to owner */
+byte back_code[R * NS * R], back_mark[R * NS * R];   /* combine: source to owner */
 #endif
 
 #define COUNT(n, s, d) rows[(((n) % KEPT) * R + (s)) * R + (d)]
@@ -136,12 +142,8 @@ byte back_code[R * NS * R], back_mark[R * NS * R]; /* combine: source to owner *
 #define MAY_OVERWRITE (w == 0 || ALL_COPIED)
 #endif
 
-#ifdef FAULT_EARLY_LEAVES
-#define ACKNOWLEDGES (!early)
-#else
-#define ACKNOWLEDGES true
-#endif
-#define REFUSAL (cell_code[CELL(me, n, p)] == CODE(n) + REFUSED)
+#define REFUSAL(p) ((p) != me && COUNT(n, me, p) > 0 && cell_code[CELL(me, n, p)] == CODE(n) + REFUSED)
+#define CELL_HERE(p) ((p) == me || COUNT(n, me, p) == 0 || cell_code[CELL(me, n, p)] == CODE(n) || REFUSAL(p))
 #define FLAG_HERE(j) (w * CAP + (j) >= TOTAL(n, me) || flag[AT(me, n, j)] == CODE(n))
 #if CAP == 1
 #define WAVE_HERE FLAG_HERE(0)
@@ -154,9 +156,13 @@ byte back_code[R * NS * R], back_mark[R * NS * R]; /* combine: source to owner *
 #if R == 2
 #define ALL_RECORDS (RECORD_OF(0) && RECORD_OF(1))
 #define ALL_COPIED (COPIED(0) && COPIED(1))
+#define ALL_CELLS (CELL_HERE(0) && CELL_HERE(1))
+#define ANY_REFUSAL (REFUSAL(0) || REFUSAL(1))
 #else
 #define ALL_RECORDS (RECORD_OF(0) && RECORD_OF(1) && RECORD_OF(2))
 #define ALL_COPIED (COPIED(0) && COPIED(1) && COPIED(2))
+#define ALL_CELLS (CELL_HERE(0) && CELL_HERE(1) && CELL_HERE(2))
+#define ANY_REFUSAL (REFUSAL(0) || REFUSAL(1) || REFUSAL(2))
 #endif
 
 /* p becomes the next peer, from p on, for which the condition holds, or R */
@@ -167,20 +173,27 @@ byte back_code[R * NS * R], back_mark[R * NS * R]; /* combine: source to owner *
   od
 
 #ifdef FAULT_CODE_FIRST
-#define FIRST_HALF(name, cell) name##_code[cell] = CODE(n)
-#define SECOND_HALF(name, cell) name##_mark[cell] = w + 1
+#define FIRST_HALF(name, cell, mark) name##_code[cell] = CODE(n)
+#define SECOND_HALF(name, cell, mark) name##_mark[cell] = mark
 #else
-#define FIRST_HALF(name, cell) name##_mark[cell] = w + 1
-#define SECOND_HALF(name, cell) name##_code[cell] = CODE(n)
+#define FIRST_HALF(name, cell, mark) name##_mark[cell] = mark
+#define SECOND_HALF(name, cell, mark) name##_code[cell] = CODE(n)
 #endif
-/* mark w + 1 for every peer of the condition; two stores where it is the first of the call */
-#define MARK_ALL(name, condition, first)                                                                                       \
+/* the mark for every peer of the condition; two stores where it is the first one of the call */
+#define MARK_ALL(name, mark, condition, first)                                                                                 \
+  atomic { SEEK(condition) };                                                                                                  \
   do                                                                                                                           \
-  :: atomic { p < R && !(first) -> name##_mark[CELL(p, n, me)] = w + 1; p++; SEEK(condition) }                                 \
-  :: atomic { p < R && (first) -> FIRST_HALF(name, CELL(p, n, me)) };                                                          \
-     atomic { SECOND_HALF(name, CELL(p, n, me)); p++; SEEK(condition) }                                                        \
+  :: atomic { p < R && !(first) -> name##_mark[CELL(p, n, me)] = mark; p++; SEEK(condition) }                                  \
+  :: atomic { p < R && (first) -> FIRST_HALF(name, CELL(p, n, me), mark) };                                                    \
+     atomic { SECOND_HALF(name, CELL(p, n, me), mark); p++; SEEK(condition) }                                                  \
   :: atomic { p == R -> p = 0; break }                                                                                         \
   od
+
+#ifdef FAULT_EARLY_LEAVES
+#define RELEASE skip
+#else
+#define RELEASE MARK_ALL(back, waves, COUNT(n, me, p) > 0, true)
+#endif
 
 inline clear_lap() {
 #if V > 0 && !defined(FAULT_NO_LAP_CLEAR)
@@ -191,7 +204,12 @@ inline clear_lap() {
   :: LAP(n) != LAP(n - 2 * NS) ->
 #endif
      do
-     :: j < R -> ack_code[CELL(me, n, j)] = 0; cell_code[CELL(me, n, j)] = 0; back_code[CELL(me, n, j)] = 0; j++
+     :: j < R ->
+        ack_code[CELL(me, n, j)] = 0;
+        cell_code[CELL(me, n, j)] = 0;
+        ready_code[CELL(me, n, j)] = 0;
+        back_code[CELL(me, n, j)] = 0;
+        j++
      :: else -> break
      od;
      j = 0;
@@ -263,37 +281,45 @@ inline check_wave() {
 }
 
 inline zero_flags() {
-#ifndef FAULT_NO_ZERO
-#ifdef KEEP_LAST
-  if
-  :: w + 1 < WAVES(n, me) ->
-#endif
+#ifdef FAULT_NO_ZERO
+  skip
+#else
   do
   :: j < CAP -> flag[AT(me, n, j)] = 0; j++
   :: else -> break
   od;
   j = 0
-#ifdef KEEP_LAST
-  :: else
-  fi
-#endif
-#else
-  skip
 #endif
 }
+
+#ifdef ZERO_LAST
+#define GOES_ON true
+#else
+#define GOES_ON (w + 1 < waves)
+#endif
+#ifdef ONE_ASYNC
+#define LOOK_AHEAD (me == 0 -> A : 1)
+#else
+#define LOOK_AHEAD A
+#endif
+#define MAY_BEGIN (begun < START + CALLS && begun - finished < LOOK_AHEAD && begun - combined < OPEN)
 
 proctype Rank(byte me) {
   byte begun, finished, combined, n, w, waves, p, j;
   bool early, refuses;
+  bool abandons;
 #ifdef FAULT_SEND_ALL
   byte ahead;
+#endif
+#ifdef FAULT_LATER_FIRST
+  bool later_done;
 #endif
   begun = START;
   finished = START;
   combined = START;
   do
   :: atomic { /* begin */
-       begun < START + CALLS && begun - finished < A && begun - combined < OPEN ->
+       MAY_BEGIN ->
        begun++;
        n = begun;
        do
@@ -316,16 +342,33 @@ proctype Rank(byte me) {
      od
 
   :: atomic { /* finish */
-       finished < begun && !(begun < START + CALLS && begun - finished < A && begun - combined < OPEN) ->
-       finished++;
-       n = finished
+       finished < begun && !MAY_BEGIN ->
+       n = finished + 1;
+#ifdef FAULT_LATER_FIRST
+       if
+       :: !later_done -> finished++
+       :: !later_done && begun == finished + 2 -> n++; later_done = true
+       :: later_done -> finished = finished + 2; later_done = false
+       fi
+#else
+       finished++
+#endif
      };
      atomic {
        ALL_RECORDS ->
        most_waves()
      };
+#ifdef ABANDON
+     if
+     :: abandons = false
+     :: atomic { COUNT(n, me, 0) + COUNT(n, me, 1) + COUNT(n, me, R - 1) == 0 -> abandons = true };
+#ifndef FAULT_ABANDON_SILENT
+        MARK_ALL(ack, waves, COUNT(n, p, me) > 0, true)
+#endif
+     fi;
+#endif
      do
-     :: w < waves ->
+     :: w < waves && !abandons ->
 #ifdef FAULT_SEND_ALL
         do
         :: atomic { w == 0 && ahead < waves };
@@ -338,29 +381,33 @@ proctype Rank(byte me) {
 #endif
         if
         :: w < WAVES(n, me) ->
+           atomic {
+             WAVE_HERE;
 #ifndef FAULT_ACK_BEFORE_COPY
-           atomic { WAVE_HERE -> check_wave() };
-#else
-           atomic { WAVE_HERE };
+             check_wave()
 #endif
+           };
+           if
+           :: GOES_ON ->
 #ifndef FAULT_ACK_BEFORE_ZERO
-           atomic { zero_flags() };
+              atomic { zero_flags() };
 #endif
-           atomic { SEEK(COUNT(n, p, me) > 0) };
-           MARK_ALL(ack, COUNT(n, p, me) > 0, w == 0);
-#ifdef FAULT_ACK_BEFORE_COPY
-           atomic { check_wave() };
-#endif
+              MARK_ALL(ack, w + 1, COUNT(n, p, me) > 0, w == 0);
 #ifdef FAULT_ACK_BEFORE_ZERO
-           atomic { zero_flags() };
+              atomic { zero_flags() }
+#endif
+           :: else
+           fi;
+#ifdef FAULT_ACK_BEFORE_COPY
+           atomic { check_wave() }
 #endif
         :: else
         fi;
         w++
-     :: else -> break
+     :: w == waves || abandons -> break
      od;
      atomic {
-       w = 0; waves = 0; n = 0;
+       w = 0; waves = 0; n = 0; abandons = false;
 #ifdef FAULT_SEND_ALL
        ahead = 0;
 #endif
@@ -370,7 +417,7 @@ proctype Rank(byte me) {
      }
 
   :: atomic { /* combine */
-       combined < finished && finished == begun && !(begun < START + CALLS && begun - combined < OPEN) ->
+       combined < finished && finished == begun && !MAY_BEGIN ->
        combined++;
        n = combined;
 #ifdef EARLY
@@ -382,20 +429,22 @@ proctype Rank(byte me) {
 #endif
        most_waves()
      };
+     if
+     :: refuses ->
+        atomic { SEEK(COUNT(n, p, me) > 0) };
+        do
+        :: atomic { p < R -> cell_code[CELL(p, n, me)] = CODE(n) + REFUSED; p++; SEEK(COUNT(n, p, me) > 0) }
+        :: atomic { p == R -> p = 0; break }
+        od
+     :: else
+     fi;
+     if
+     :: early -> RELEASE
+     :: else
+     fi;
      do
      :: w < waves ->
         if
-        :: w < WAVES(n, me) && refuses ->
-           atomic { SEEK(HAS(n, p, me, w) && OPENS(n, p, me, w)) };
-           do
-           :: atomic {
-                p < R ->
-                cell_code[CELL(p, n, me)] = CODE(n) + REFUSED;
-                p++;
-                SEEK(HAS(n, p, me, w) && OPENS(n, p, me, w))
-              }
-           :: atomic { p == R -> p = 0; break }
-           od
         :: w < WAVES(n, me) && !refuses -> /* owner */
            atomic {
              MAY_OVERWRITE ->
@@ -403,29 +452,47 @@ proctype Rank(byte me) {
              :: j < CAP -> y[AT(me, n, j)] = TAG(n, w, me); j++
              :: else -> break
              od;
-             j = 0;
-             SEEK(HAS(n, p, me, w))
+             j = 0
            };
-           MARK_ALL(cell, HAS(n, p, me, w), OPENS(n, p, me, w))
+           if
+           :: w == 0 ->
+              atomic { SEEK(COUNT(n, p, me) > 0) };
+              do
+              :: atomic { p < R -> cell_code[CELL(p, n, me)] = CODE(n); p++; SEEK(COUNT(n, p, me) > 0) }
+              :: atomic { p == R -> p = 0; break }
+              od
+           :: else -> MARK_ALL(ready, w + 1, HAS(n, p, me, w), w == 1 || OPENS(n, p, me, w))
+           fi
         :: else
         fi;
-        atomic { SEEK(HAS(n, me, p, w)) };
-        do /* source */
+        if
+        :: w == 0 && !early -> /* source */
+           if
+           :: atomic { ALL_CELLS && !ANY_REFUSAL }
+           :: atomic { ALL_CELLS && ANY_REFUSAL -> early = true };
+              RELEASE
+           fi
+        :: else
+        fi;
+        atomic {
+          p = (early -> R : 0);
+          SEEK(HAS(n, me, p, w))
+        };
+        do
         :: atomic {
-             p < R && (early || REFUSAL || MARKED(cell, CELL(me, n, p), n, w + 1)) ->
+             p < R && (w == 0 || MARKED(ready, CELL(me, n, p), n, w + 1)) ->
              do
              :: j < CAP ->
-                assert(early || REFUSAL || !IS_FROM(n, me, p, w, j) || y[AT(p, n, j)] == TAG(n, w, p));
+                assert(!IS_FROM(n, me, p, w, j) || y[AT(p, n, j)] == TAG(n, w, p));
                 j++
              :: else -> break
              od;
              j = 0
            };
            if
-           :: atomic { ACKNOWLEDGES && OPENS(n, me, p, w) -> FIRST_HALF(back, CELL(p, n, me)) };
-              atomic { SECOND_HALF(back, CELL(p, n, me)) }
-           :: !ACKNOWLEDGES
-           :: atomic { ACKNOWLEDGES && !OPENS(n, me, p, w) -> back_mark[CELL(p, n, me)] = w + 1 }
+           :: atomic { OPENS(n, me, p, w) -> FIRST_HALF(back, CELL(p, n, me), w + 1) };
+              atomic { SECOND_HALF(back, CELL(p, n, me), w + 1) }
+           :: atomic { !OPENS(n, me, p, w) -> back_mark[CELL(p, n, me)] = w + 1 }
            fi;
            atomic { p++; SEEK(HAS(n, me, p, w)) }
         :: atomic { p == R -> p = 0; break }

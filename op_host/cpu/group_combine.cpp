@@ -91,16 +91,22 @@ void Group::give_rows(const CombineInput& input) {
                          rows_fit(y.data - own(), y.stride, y.rows, y.row_bytes, layout_[Y], layout_[ROW]);
   const bool keep = input.async && !in_window;
   const bool waves = !pushes() && std::any_of(call.totals.begin(), call.totals.end(), [cap](int64_t rows) { return rows > cap; });
-  if (keep || waves) {
+  // In the order of this rank's token list: its own rows, or, in waves, all of them.
+  const auto first_pair = [&](int64_t e) {
     int64_t pairs = 0;
-    for (int32_t count : call.counts) pairs += count;
-    call.staged.resize(static_cast<size_t>(pairs * y.row_bytes));
+    for (int64_t before = 0; before < e; ++before) pairs += call.counts[static_cast<size_t>(before)];
+    return pairs;
+  };
+  const int64_t staged_begin = waves ? 0 : first_pair(local_begin_);
+  if (keep || waves) {
+    const int64_t staged_end = first_pair(waves ? experts : local_end_);
+    call.staged.resize(static_cast<size_t>((staged_end - staged_begin) * y.row_bytes));
   }
   for (int64_t e = local_begin_; e < local_end_; ++e) {
     const auto at = static_cast<size_t>(e);
     call.places[at] = {y.data + call.base[at] * y.stride, y.stride, false};
     if (!keep) continue;
-    char* kept = call.staged.data() + call.start[at] * y.row_bytes;
+    char* kept = call.staged.data() + (call.start[at] - staged_begin) * y.row_bytes;
     counters_.combine_in_bytes +=
         copy_rows(kernels_, y, call.base[at], call.counts[at], kept, y.row_bytes, false, 0);
     call.places[at] = {kept, y.row_bytes, false};
