@@ -376,6 +376,13 @@ def test_all_options_without_barriers(
     seed = 10 * FORMATS.index(record_format) + 3 * depth + len(protocol)
     steps = varied(ranks, spec, count, seed)
     assert pool.run(ranks, bodies.back_to_back, spec, steps, 2.0, True) == [count] * ranks
+    for rank, stats in enumerate(pool.run(ranks, bodies.statistics, spec)):
+        # Otherwise this would be a test of something else.
+        calls = stats["dispatches"] + stats["combines"]
+        assert stats["dispatches"] == stats["combines"] >= count, rank
+        assert (stats["pushes"] > 0) == (protocol != "pull"), rank
+        assert (protocol == "mixed") <= (0 < stats["pushes"] < calls), rank
+        assert recv_rows is None or ranks == 1 or stats["waves"] > stats["dispatches"], rank
 
 
 @pytest.mark.parametrize("record_format", FORMATS)
@@ -426,6 +433,65 @@ def test_asynchronous_calls_in_any_order(
             for seed in range(6)
         ]
         pool.run(ranks, bodies.interleaved, spec, order, steps, True)
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_options_when_codes_wrap(
+    pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
+) -> None:
+    """The fewest codes there can be: flags, marks and lines of the lap before have to be gone; all rows past the cache."""
+    for depth, code_max in ((2, 5), (3, 7), (2, 7)):
+        spec = GroupSpec(
+            6,
+            3,
+            14,
+            150,
+            record_format=record_format,
+            depth=depth,
+            recv_rows=recv_rows,
+            streaming=0,
+            code_max=code_max,
+            **PROTOCOLS[protocol],
+        )
+        steps = varied(ranks, spec, 40, code_max)
+        assert pool.run(ranks, bodies.back_to_back, spec, steps, 1.0, True) == [40] * ranks
+
+
+def wandering_order(rng: random.Random, count: int, depth: int, dropped: Sequence[int]) -> str:
+    """Begins of ``count`` dispatches and of their combines, all while the handles are good."""
+    words: list[str] = []
+    waiting: list[int] = []
+    for number in range(count):
+        words.append(f"B{number}")
+        waiting += [number] * (number not in dropped)
+        rng.shuffle(waiting)
+        while waiting and (rng.random() < 0.4 or min(waiting) <= number + 1 - depth or number == count - 1):
+            first = min(waiting) if min(waiting) <= number + 1 - depth else waiting[0]
+            waiting.remove(first)
+            words.append(f"G{first}")
+    return " ".join(words)
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("depth", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_waits_in_any_order(
+    pool: RankPool, ranks: int, depth: int, protocol: str, recv_rows: int | None
+) -> None:
+    """Ranks begin the same calls in the same order and wait for them when they like, each at another time."""
+    rng = random.Random(100 * depth + 10 * ranks + len(protocol))
+    for record_format in FORMATS:
+        spec = GroupSpec(
+            6, 3, 12, 50, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
+        )
+        steps = [replace(step, again=None) for step in varied(ranks, spec, 30, depth)]
+        dropped = rng.sample(range(30), 4)
+        order = wandering_order(rng, 30, depth, dropped)
+        pool.run(ranks, bodies.wandering, spec, order, steps, dropped)
 
 
 @pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])

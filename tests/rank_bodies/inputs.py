@@ -35,7 +35,7 @@ class GroupSpec:
     """Arguments of an ``EPGroup``; ``recv_rows`` None makes room for every row on one rank, without align.
 
     ``mix`` is a seed: with protocol "push" each call then pushes or pulls by chance. ``flag_rows``: pushed rows that share a
-    flag.
+    flag. ``streaming`` 0: everything is written past the cache. ``code_max``: codes begin anew after so many calls.
     """
 
     experts: int
@@ -51,6 +51,8 @@ class GroupSpec:
     protocol: str = "auto"
     mix: int = 0
     flag_rows: int = 0
+    streaming: int | None = None
+    code_max: int | None = None
 
     def kwargs(self, world_size: int) -> dict[str, Any]:
         """Keyword arguments for ``EPGroup``."""
@@ -67,7 +69,12 @@ class GroupSpec:
             "depth": self.depth,
             "transport": self.transport,
             "protocol": self.protocol,
-            "_tiling": {"mix": self.mix, "flag_rows": self.flag_rows},
+            "_tiling": {
+                "mix": self.mix,
+                "flag_rows": self.flag_rows,
+                **({} if self.streaming is None else {"streaming_bytes": self.streaming}),
+            },
+            "_code_max": self.code_max,
             "timeout": self.timeout,
             "warmup_timeout": 2 * self.timeout,
         }

@@ -46,15 +46,28 @@ def fill_freed_memory(*tensors: Tensor) -> None:
         del garbage
 
 
-def begin_dispatch(group: Any, step: Step, mine: Inputs, handles: dict[int, Any] | None = None) -> Any:
+def begin_dispatch(
+    group: Any,
+    step: Step,
+    mine: Inputs,
+    handles: dict[int, Any] | None = None,
+    may_be_busy: bool = False,
+) -> Any:
     """Call dispatch the way the step asks for, and overwrite what may be: PendingDispatch if asynchronous.
 
     Args:
         handles: of earlier steps by their seeds, for steps that use a routing again.
+        may_be_busy: an ordinary x will do where all window tensors are in use.
     """
-    x_TH = mine.x_TH
-    if step.source == "window":
-        x_TH = group.empty(x_TH.shape[0], step.hidden, dtype_of(step.dtype))
+    x_TH, in_window = mine.x_TH, step.source == "window"
+    if in_window:
+        try:
+            x_TH = group.empty(x_TH.shape[0], step.hidden, dtype_of(step.dtype))
+        except moe_a2a.errors.WindowBusy:
+            if not may_be_busy:
+                raise
+            in_window = False
+    if in_window:
         assert x_TH.shape == mine.x_TH.shape and x_TH.dtype == mine.x_TH.dtype
         x_TH.fill_(float("nan"))
         x_TH.copy_(mine.x_TH)
@@ -73,10 +86,10 @@ def begin_dispatch(group: Any, step: Step, mine: Inputs, handles: dict[int, Any]
         options["quantize"] = step.quantize
     if step.later not in ("dispatch", "both"):
         return moe_a2a.dispatch(x_TH, idx_TK, group, **options)
-    if step.source != "window":
+    if not in_window:
         x_TH = x_TH.clone()
     pending = moe_a2a.dispatch(x_TH, idx_TK, group, async_op=True, **options)
-    if step.source != "window":
+    if not in_window:
         x_TH.fill_(float("nan"))
     return pending
 
@@ -363,6 +376,60 @@ def interleaved(
         check_combine(steps[number], out_TH, spec.experts, ctx.rank, what)
 
 
+def wandering(
+    ctx: RankContext, spec: GroupSpec, order: str, steps: Sequence[Step], dropped: Sequence[int]
+) -> None:
+    """Begin in the order of ``"B0 B1 G0 G1"``, which is every rank's, and wait wherever this rank's chance has it.
+
+    A dispatch is waited for before its combine begins, a combine before the call that makes it expire; the handles in
+    ``dropped`` are never combined.
+    """
+    group = spec.open(ctx)
+    inputs = [make_inputs(step, ctx.rank, spec.experts) for step in steps]
+    begun: dict[int, Any] = {}
+    opened: dict[int, Any] = {}
+    given: dict[int, Any] = {}
+    results: dict[int, Tensor] = {}
+    handles: dict[int, Any] = {}
+
+    def receive(number: int) -> None:
+        opened[number] = end_dispatch(steps[number], begun.pop(number), handles)
+
+    def sum_up(number: int) -> None:
+        results[number] = end_combine(steps[number], given.pop(number))
+
+    with dirty_outputs():
+        for word in order.split():
+            number = int(word[1:])
+            step, mine = steps[number], inputs[number]
+            for waiting, wait in ((begun, receive), (given, sum_up)):
+                late = [n for n in waiting if ctx.rng.random() < 0.4]
+                ctx.rng.shuffle(late)
+                for n in late:
+                    wait(n)
+            ctx.jitter(1)
+            if word[0] == "B":
+                for n in [n for n in given if n <= number - spec.depth]:
+                    sum_up(n)
+                for n in [n for n in begun if n <= number - spec.depth]:
+                    assert n in dropped
+                    del begun[n]
+                begun[number] = begin_dispatch(group, step, mine, handles, True)
+            else:
+                if number in begun:
+                    receive(number)
+                d = opened[number]
+                given[number] = begin_combine(step, expert_step(group, step, d), d, mine)
+        for n in list(given):
+            sum_up(n)
+    for number, d in opened.items():
+        check_dispatch(group, steps[number], d, ctx.rank, f"{order}, step {number}, rank {ctx.rank}")
+    assert sorted(results) == [n for n in range(len(steps)) if n not in dropped]
+    for number, out_TH in results.items():
+        what = f"{order}, step {number}, rank {ctx.rank}"
+        check_combine(steps[number], out_TH, spec.experts, ctx.rank, what)
+
+
 def operators_match(ctx: RankContext, spec: GroupSpec, step: Step) -> None:
     """The same step through ``torch.ops.moe_a2a``: functional operators that take the group's name."""
     group = spec.open(ctx)
@@ -447,6 +514,12 @@ def corrupted(ctx: RankContext, spec: GroupSpec, step: Step, part: str) -> None:
         damaged[part].view(torch.uint8).flatten()[-4] ^= 1
     check_dispatch(group, step, outcome.dispatched, ctx.rank, "damaged")
     check_combine(step, outcome.out_TH, spec.experts, ctx.rank, "damaged")
+
+
+def statistics(ctx: RankContext, spec: GroupSpec) -> dict[str, Any]:
+    """What the cached group has counted."""
+    stats: dict[str, Any] = spec.open(ctx).stats()
+    return stats
 
 
 def kernels_in_use(ctx: RankContext) -> str:
