@@ -42,6 +42,7 @@ from .errors import (
     GroupPoisoned,
     HandleExpired,
     MoeA2AError,
+    OutOfMemory,
     PadTooSmall,
     PeerAborted,
     PeerLost,
@@ -643,9 +644,20 @@ _AGREE: dict[str, tuple[str, Callable[[int], str]]] = {
 
 
 def _reason_text(error: Exception) -> bytes:
-    """What peers are told, in UTF-8; errors from outside this package say too little without their type."""
-    text = str(error) if isinstance(error, MoeA2AError) else f"{type(error).__name__}: {error}"
-    return text.encode(errors="replace")[:_TEXT_BYTES]
+    """What peers are told, in UTF-8."""
+    return str(error).encode(errors="replace")[:_TEXT_BYTES]
+
+
+def _named(operation: str, error: Exception, rank: int) -> MoeA2AError:
+    """The error of this package for what a call met. Whoever gets one of these knows that the peers were told."""
+    if isinstance(error, MoeA2AError):
+        return error
+    # torch says so with a RuntimeError.
+    memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+    kind = OutOfMemory if memory else BadValue if isinstance(error, ValueError) else BadType
+    named = kind(f"{operation}: on rank {rank}, {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
 
 
 def _int64(value: int) -> int:
@@ -865,7 +877,7 @@ class CollectiveExchange:
                 pad_to=pad_to,
             )
         except Exception as error:  # whatever stops this rank, its peers must hear of it
-            failure = error
+            failure = _named("moe_a2a.dispatch", error, self.rank)
         with self._in_step():
             headers, counts_RE, reasons = self._exchange_records(header, counts_E, failure)
         if failure is not None:
@@ -885,6 +897,7 @@ class CollectiveExchange:
         with self._in_step():
             rows_RR = self._rows_of_owner(counts_RE)
             arrived = self._all_to_all(_DISPATCH, send, rows_RR[self.rank], rows_RR[:, self.rank])
+        try:
             # They arrive in (source, local expert, token, k) order.
             expert_of_row = _labels(counts_RE[:, local.start : local.stop])
             places, rows = _places(counts_RE[:, local.start : local.stop].sum(0), align)
@@ -914,6 +927,8 @@ class CollectiveExchange:
                 align=align,
                 out_rows=out_rows,
             )
+        except Exception as error:  # no memory for padding, say: this rank's own affair
+            raise _named("moe_a2a.dispatch", error, self.rank) from error
         self._open[self._epoch] = meta.clone()
         return arrays[0], weights_N, scales[:, 0] if quant == 1 else scales, meta
 
@@ -963,7 +978,7 @@ class CollectiveExchange:
         except HandleExpired:
             raise
         except Exception as error:  # as in dispatch
-            failure = error
+            failure = _named("moe_a2a.combine", error, self.rank)
         self._open.pop(header.handle, None)
         with self._in_step():
             no_counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)

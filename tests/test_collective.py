@@ -34,6 +34,7 @@ from moe_a2a.errors import (
     GroupPoisoned,
     HandleExpired,
     MoeA2AError,
+    OutOfMemory,
     PadTooSmall,
     PeerAborted,
     PeerLost,
@@ -417,26 +418,37 @@ def check_two_culprits(ranks: Ranks) -> None:
 
 
 def check_foreign_failure(ranks: Ranks) -> None:
-    """An error that isn't this package's, before payload, reaches the others as well; a long reason is cut."""
+    """An error that isn't this package's, before payload, is given a name and reaches the others; a long reason is cut."""
     exchange = ranks.exchange()
 
     def no_memory(*_: Any) -> Tensor:
         raise MemoryError("no room for x " + "ä" * 10000)
 
-    error: BaseException | None = None
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 0:
             patch.setattr(reference, "_pack_rows", no_memory)
-        try:
-            exchange.dispatch(torch.ones(2, H), torch.zeros(2, 1).long(), None, tag=0)
-        except (MemoryError, MoeA2AError) as raised:
-            error = raised
+        error = caught(exchange.dispatch, torch.ones(2, H), torch.zeros(2, 1).long(), None)
     if ranks.rank == 0:
-        assert type(error) is MemoryError
+        expect(error, OutOfMemory, "moe_a2a.dispatch: on rank 0, MemoryError: no room for x ää")
+        assert error is not None and isinstance(error.__cause__, MemoryError)
     else:
-        assert isinstance(error, MoeA2AError)
-        expect(error, PeerAborted, "rank 0 said: MemoryError: no room for x ää")
+        expect(error, PeerAborted, "rank 0 said: moe_a2a.dispatch: on rank 0, MemoryError: no room for x ää")
         assert 4000 < len(str(error).encode()) < 5000
+    step(ranks, exchange)
+    # Of torch's own: no memory for the padding. It concerns this rank alone.
+    pad_to = 2**31 - 1 if ranks.rank == 0 else 2000
+
+    def no_zeros(*_: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 0:
+            patch.setattr(Tensor, "new_zeros", no_zeros)
+        error = caught(exchange.dispatch, torch.ones(2, H), torch.zeros(2, 1).long(), None, pad_to=pad_to)
+    if ranks.rank == 0:
+        expect(error, OutOfMemory, "moe_a2a.dispatch: on rank 0, RuntimeError: DefaultCPUAllocator")
+    else:
+        assert error is None
     step(ranks, exchange)
 
 

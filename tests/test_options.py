@@ -144,3 +144,10 @@ def test_calls_on_the_collective_transport_are_done_at_once(pool: RankPool, rank
 @pytest.mark.parametrize("spec", SPECS)
 def test_waiting_twice_gives_the_same(pool: RankPool, spec: str, ranks: int) -> None:
     pool.run(ranks, options.weights_before_wait, SPECS[spec])
+
+
+def test_a_rank_without_memory_tells_its_peers_once(pool: RankPool) -> None:
+    first, *others = pool.run(3, options.no_memory_on_one, SPECS["collective"])
+    check(first, ("OutOfMemory", "MemoryError"), ("dispatch", "rank 0", "memory"))
+    for error in others:
+        check(error, PEER, ("dispatch", "rank 0", "memory"))

@@ -207,16 +207,6 @@ def equal_tags(ctx: RankContext) -> None:
     good_step(ctx, group)
 
 
-def window_too_small(ctx: RankContext, rows: int) -> Caught | None:
-    """Every rank sends 8 tokens to expert 1; its owner has room for ``rows``. A smaller step follows."""
-    spec = GroupSpec(3, 1, 8, 8, recv_rows=rows)
-    group = spec.open(ctx)
-    step = Step((8,) * ctx.world_size, 1, 8, routing="one", target=1)
-    error = caught(lambda: check_step(ctx, group, step))
-    check_step(ctx, group, Step((3,) * ctx.world_size, 1, 8, routing="one", target=1))
-    return error
-
-
 # ---------------------------------------------------------------------------------------------------- combine
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from pool import RankContext
+from torch import Tensor
 
 import moe_a2a
+from moe_a2a import reference
 from moe_a2a.exchange import Handle
 from rank_bodies.errors import Caught, caught, good_arguments, good_step
 from rank_bodies.inputs import GroupSpec, Step, assert_bits, make_inputs
@@ -193,3 +196,20 @@ def weights_before_wait(ctx: RankContext, spec: GroupSpec) -> None:
     assert_bits(again.weights, d.weights, "weights")
     assert_bits(moe_a2a.combine(again.x, again, mine.weights_TK), out_TH, "combined")
     check_step(ctx, group, step)
+
+
+def no_memory_on_one(ctx: RankContext, spec: GroupSpec) -> Caught | None:
+    """Rank 0 of a collective group has no memory for its rows; the calls after that are in step."""
+    group = spec.open(ctx)
+    arguments = good_arguments(ctx)
+
+    def no_memory(*_: Any) -> Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 0:
+            patch.setattr(reference, "_pack_rows", no_memory)
+        error = caught(lambda: moe_a2a.dispatch(arguments["x"], arguments["topk_idx"], group))
+    for seed in range(3):
+        good_step(ctx, group, seed)
+    return error
