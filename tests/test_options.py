@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pool import RankPool
-from rank_bodies import options
+from rank_bodies import errors, options
 from rank_bodies.inputs import GroupSpec
-from test_errors import PEER, TYPE, VALUE, check
+from test_errors import BAD_W, BAD_Y, PEER, TYPE, VALUE, check
 
 SPECS = {
     "pull": GroupSpec(4, 2, 16, 8, protocol="pull"),
@@ -65,13 +67,13 @@ def test_pad_too_small(pool: RankPool, spec: str, ranks: int, align: int, later:
     """One row too many on one rank is an error on all, each time it is waited for; exactly full isn't."""
     rows = -(-8 * ranks // align) * align
     owner = {1: 0, 2: 0, 4: 1}[ranks]
-    for errors in pool.run(ranks, options.pad_too_small, SPECS[spec], align, 1, later):
-        for error in errors:
+    for seen in pool.run(ranks, options.pad_too_small, SPECS[spec], align, 1, later):
+        for error in seen:
             words = ("dispatch", f"rank {owner}", f"{rows} rows", f"pad_to = {rows - 1}")
             check(error, ("PadTooSmall", "ValueError"), words)
             assert error is not None and ("with align" in error.message) == (align > 1)
-    for errors in pool.run(ranks, options.pad_too_small, SPECS[spec], align, 0, later):
-        assert errors in ([None], [None, None])
+    for seen in pool.run(ranks, options.pad_too_small, SPECS[spec], align, 0, later):
+        assert seen in ([None], [None, None])
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
@@ -112,11 +114,56 @@ def test_y_has_the_rows_of_padding(pool: RankPool, spec: str) -> None:
             )
 
 
+COMBINES: dict[str, dict[str, Any]] = {
+    "pull": {"protocol": "pull"},
+    "pull waves": {"protocol": "pull", "recv_rows": 3, "record_format": "portable"},
+    "push": {"protocol": "push"},
+    "push lines": {"protocol": "push", "record_format": "line"},
+    "mixed waves": {"protocol": "push", "mix": 5, "recv_rows": 3},
+    "collective": {"transport": "collective"},
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(("what", "kinds", "words"), BAD_Y + BAD_W, ids=[case[0] for case in BAD_Y + BAD_W])
+@pytest.mark.parametrize("how", COMBINES)
+def test_bad_combine(
+    pool: RankPool,
+    how: str,
+    what: str,
+    kinds: tuple[str, ...],
+    words: tuple[str, ...],
+    bad_rank: int,
+    later: bool,
+) -> None:
+    """As in test_errors, however the rows travel: a bad y concerns whoever has rows there, bad weights nobody else."""
+    for _ in range(2):
+        results = pool.run(3, errors.bad_combine, what, bad_rank, later, **COMBINES[how])
+        check(results[bad_rank], kinds, ("combine", f"rank {bad_rank}", *words))
+        if (what, kinds, words) in BAD_Y:
+            check(results[1 - bad_rank], PEER, ("combine", f"rank {bad_rank}", *words))
+        else:
+            assert results[1 - bad_rank] is None
+        assert results[2] is None
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
+@pytest.mark.parametrize(("what", "words"), [("dtype", ("bfloat16", "float32")), ("hidden", ("7", "8"))])
+@pytest.mark.parametrize("spec", SPECS)
+def test_owners_disagree_on_y(
+    pool: RankPool, spec: str, what: str, words: tuple[str, ...], later: bool
+) -> None:
+    for _ in range(2):
+        for error in pool.run(2, errors.combine_mismatch, what, later, SPECS[spec]):
+            check(error, MISMATCH, ("combine", *words))
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("spec", [name for name in SPECS if name != "collective"])
 def test_pending_calls_expire(pool: RankPool, spec: str, ranks: int) -> None:
-    for rank, errors in enumerate(pool.run(ranks, options.pending_ends, SPECS[spec])):
-        late, late_combine, twice, *weights = errors
+    for rank, seen in enumerate(pool.run(ranks, options.pending_ends, SPECS[spec])):
+        late, late_combine, twice, *weights = seen
         check(late, EXPIRED, ("dispatch", f"rank {rank}", "2 newer", "depth"))
         check(late_combine, EXPIRED, ("combine", f"rank {rank}", "2 newer", "depth"))
         check(twice, EXPIRED, ("combine", f"rank {rank}", "already"))
@@ -130,14 +177,14 @@ def test_pending_calls_expire(pool: RankPool, spec: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_calls_on_the_collective_transport_are_done_at_once(pool: RankPool, ranks: int) -> None:
     """Nothing is left to expire; what is wrong is said by the call."""
-    for rank, errors in enumerate(pool.run(ranks, options.pending_ends, SPECS["collective"])):
-        assert errors[:2] == [None, None]
-        check(errors[2], EXPIRED, ("combine", f"rank {rank}", "already"))
+    for rank, seen in enumerate(pool.run(ranks, options.pending_ends, SPECS["collective"])):
+        assert seen[:2] == [None, None]
+        check(seen[2], EXPIRED, ("combine", f"rank {rank}", "already"))
         if rank == 0:
-            assert len(errors) == 4
-            check(errors[3], VALUE, ("combine", "topk_weights", "[16, 3]", "[16, 2]", "rank 0"))
+            assert len(seen) == 4
+            check(seen[3], VALUE, ("combine", "topk_weights", "[16, 3]", "[16, 2]", "rank 0"))
         else:
-            assert errors[3:] == [None, None]
+            assert seen[3:] == [None, None]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
