@@ -260,6 +260,15 @@ def _quant_code(quantize: str | None) -> int:
     return code
 
 
+def _pad_code(pad_to: int | None) -> int:
+    if pad_to is None:
+        return -1
+    # What isn't a number is refused by the operator, in its own words.
+    if isinstance(pad_to, (int, torch.SymInt)) and pad_to < 0:
+        raise ValueError(f"pad_to = {pad_to}; expected a number of rows, or None")
+    return pad_to
+
+
 def _meta_of(routing: Any) -> Tensor:
     handle = routing.handle if isinstance(routing, Dispatched) else routing
     if not isinstance(handle, Handle):
@@ -347,7 +356,7 @@ def dispatch(
     scales: Tensor | None = None
     try:
         tag_id = 0 if tag is None else _tag_id(tag)
-        pad = -1 if pad_to is None else pad_to
+        pad = _pad_code(pad_to)
         raw = group._exchange is None and not _wants_gradient(x, topk_weights)
         if routing is None and quantize is None and not async_op:
             if raw:
@@ -359,8 +368,6 @@ def dispatch(
                     x, topk_idx, topk_weights, group.name, tag_id, pad, align
                 )
         else:
-            if pad_to is not None and pad_to < 0:
-                raise ValueError(f"pad_to = {pad_to}; expected a number of rows, or None")
             quant = _quant_code(quantize)
             again = None if routing is None else _meta_of(routing)
             full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)

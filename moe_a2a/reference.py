@@ -21,6 +21,7 @@ token without terms gives +0.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,11 +42,21 @@ from .errors import (
     GroupPoisoned,
     HandleExpired,
     MoeA2AError,
+    OutOfMemory,
+    PadTooSmall,
     PeerAborted,
     PeerLost,
     PeerTimeout,
 )
-from .op_host.layout import CODE_DTYPES, DTYPE_CODES, HandleView, expert_ranges, pack_handle
+from .op_host.layout import (
+    CODE_DTYPES,
+    DTYPE_CODES,
+    HandleView,
+    HandleWord,
+    expert_ranges,
+    handle_words,
+    pack_handle,
+)
 
 ExpertFn = Callable[[int, Tensor], Tensor]
 """What an expert does: (global expert id, rows [n, H]) -> rows [n, H]."""
@@ -97,16 +108,68 @@ def send_counts_reference(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, T
     return counts_E, rearrange(slot, "(t k) -> t k", t=topk_idx.shape[0], k=topk_idx.shape[1]).int()
 
 
+QUANTIZE = {None: 0, "int8": 1, "fp8_e4m3": 2}
+_FP8_BLOCK = 128  # columns that share a scale
+
+
+def _quantize_rows(x: Tensor, quant: int) -> tuple[Tensor, Tensor]:
+    """Quantises rows; the one place where it is defined in torch.
+
+    In float32: the scale of a row (int8), or of 128 columns of it (fp8_e4m3), is the largest magnitude there over 127 or 448. A
+    row or block with a NaN or an infinity gets the scale NaN and zeros, one whose scale is 0 gets zeros.
+
+    Args:
+        x: [N, H] of a float type.
+        quant: 0 none, 1 int8, 2 fp8_e4m3.
+
+    Returns:
+        [N, H] x itself, int8 or float8_e4m3fn, and the float32 scales: [0], [N] or [N, ceil(H / 128)].
+    """
+    if quant == 0:
+        return x, torch.empty(0)
+    rows, hidden = x.shape
+    block, limit = ((hidden, 127.0), (_FP8_BLOCK, 448.0))[quant - 1]
+    blocks = -(-hidden // block)
+    cut = torch.nn.functional.pad(x.float(), (0, blocks * block - hidden)).view(rows, blocks, block)
+    largest = cut.abs().amax(2, keepdim=True)
+    scale = torch.where(largest.isfinite(), largest / limit, torch.nan)
+    q = torch.where(scale > 0, cut / scale, 0.0)
+    q = (q.round() if quant == 1 else q).clamp(-limit, limit).to((torch.int8, torch.float8_e4m3fn)[quant - 1])
+    scales = scale.view(rows, blocks)
+    return q.view(rows, blocks * block)[:, :hidden].contiguous(), scales[:, 0] if quant == 1 else scales
+
+
+def _places(counts_E: Tensor, align: int) -> tuple[Tensor, int]:
+    """Where rows stand when each expert's are padded to a multiple of ``align``: [sum of counts] int64, and the rows in all.
+
+    >>> places, rows = _places(torch.tensor([3, 0, 1]), 2)
+    >>> places.tolist(), rows
+    ([0, 1, 2, 4], 6)
+    """
+    padded_E = (counts_E + align - 1).div(align, rounding_mode="floor") * align
+    shift_E = (padded_E - counts_E).cumsum(0) - (padded_E - counts_E)
+    return torch.arange(int(counts_E.sum())) + shift_E.repeat_interleave(counts_E), int(padded_E.sum())
+
+
+def _pad_of(pad_to: int | Sequence[int | None] | None, rank: int, rows: int) -> int:
+    """Rows of what a rank gets: its pad_to, or the ``rows`` that come."""
+    pad = pad_to[rank] if isinstance(pad_to, Sequence) else pad_to
+    if pad is not None and pad < rows:
+        raise ValueError(f"rank {rank} receives {rows} rows; pad_to = {pad} is below that")
+    return rows if pad is None else pad
+
+
 @dataclass(frozen=True)
 class DispatchReference:
-    """What one rank has to receive.
+    """What one rank has to receive. N counts the padding, too: zeros in all tensors but source_N3, where it is -1.
 
     Attributes:
-        x_NH: [N, H] in x's dtype, rows in (local expert, source rank, token, k) order.
+        x_NH: [N, H] in x's dtype or the one it was quantised to, rows in (local expert, source rank, token, k) order.
         weights_N: [N] in the weights' dtype, or None when dispatched without weights.
-        counts: [E_local] int64, rows of each local expert.
-        offsets: [E_local + 1] int32, first row of each local expert, and N.
+        counts: [E_local] int64, rows of each local expert, without padding.
+        offsets: [E_local + 1] int32, first row of each local expert, and where the last one's end, with its padding.
         source_N3: [N, 3] int64, where each row comes from: (source rank, token, k).
+        scales: float32 [N] (int8) or [N, ceil(H / 128)] (fp8_e4m3), or None when not quantised.
     """
 
     x_NH: Tensor
@@ -114,6 +177,7 @@ class DispatchReference:
     counts: Tensor
     offsets: Tensor
     source_N3: Tensor
+    scales: Tensor | None = None
 
 
 class _Pairs(NamedTuple):
@@ -145,7 +209,14 @@ def _sorted_pairs(idxs: Sequence[Tensor]) -> _Pairs:
 
 
 def dispatch_reference(
-    xs: Sequence[Tensor], idxs: Sequence[Tensor], num_experts: int, weights: Sequence[Tensor] | None = None
+    xs: Sequence[Tensor],
+    idxs: Sequence[Tensor],
+    num_experts: int,
+    weights: Sequence[Tensor] | None = None,
+    *,
+    pad_to: int | Sequence[int | None] | None = None,
+    align: int = 1,
+    quantize: str | None = None,
 ) -> list[DispatchReference]:
     """What dispatch has to deliver to every rank.
 
@@ -154,30 +225,49 @@ def dispatch_reference(
         idxs: of each rank [T, K], ids in -1..E-1.
         num_experts: E.
         weights: of each rank [T, K], one dtype; or None.
+        pad_to: rows that each rank asks for, or one number for all; None for as many as come.
+        align: each expert's rows are padded to a multiple of this.
+        quantize: None, "int8" or "fp8_e4m3".
 
     Returns:
         One :class:`DispatchReference` per rank. Rows and weights of dropped pairs are never read.
+
+    Raises:
+        ValueError: a rank receives more rows than its pad_to.
     """
     pairs = _sorted_pairs(idxs)
     tokens_R = torch.tensor([len(x) for x in xs])
     first_R = tokens_R.cumsum(0) - tokens_R  # each rank's first row when the ranks' tokens are put together
     all_rows = torch.cat(list(xs))[first_R[pairs.source_N3[:, 0]] + pairs.source_N3[:, 1]]
+    all_rows, all_scales = _quantize_rows(all_rows, QUANTIZE[quantize])
     all_weights = None
     if weights is not None:
         kept = [weights_TK[idx_TK >= 0] for weights_TK, idx_TK in zip(weights, idxs, strict=True)]
         all_weights = torch.cat(kept)[pairs.order]
     counts_E = torch.bincount(pairs.expert, minlength=num_experts)
     results = []
-    for experts in expert_owner(num_experts, len(xs)):
+    for rank, experts in enumerate(expert_owner(num_experts, len(xs))):
         mine = (pairs.expert >= experts.start) & (pairs.expert < experts.stop)
         counts = counts_E[experts.start : experts.stop]
+        places, rows = _places(counts, align)
+        rows = _pad_of(pad_to, rank, rows)
+
+        def spread(
+            packed: Tensor, fill: int = 0, mine: Tensor = mine, places: Tensor = places, rows: int = rows
+        ) -> Tensor:
+            padded = packed.new_full((rows, *packed.shape[1:]), fill)
+            padded[places] = packed[mine]
+            return padded
+
+        first = itertools.accumulate((-(-n // align) * align for n in counts.tolist()), initial=0)
         results.append(
             DispatchReference(
-                x_NH=all_rows[mine],
-                weights_N=None if all_weights is None else all_weights[mine],
+                x_NH=spread(all_rows),
+                weights_N=None if all_weights is None else spread(all_weights),
                 counts=counts,
-                offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
-                source_N3=pairs.source_N3[mine],
+                offsets=torch.tensor(list(first), dtype=torch.int32),
+                source_N3=spread(pairs.source_N3, -1),
+                scales=None if quantize is None else spread(all_scales),
             )
         )
     return results
@@ -214,25 +304,33 @@ def weighted_sum_reference(rows_PH: Tensor, position_TK: Tensor, weights_TK: Ten
 
 
 def combine_reference(
-    ys: Sequence[Tensor], idxs: Sequence[Tensor], num_experts: int, weights: Sequence[Tensor] | None = None
+    ys: Sequence[Tensor],
+    idxs: Sequence[Tensor],
+    num_experts: int,
+    weights: Sequence[Tensor] | None = None,
+    *,
+    pad_to: int | Sequence[int | None] | None = None,
+    align: int = 1,
 ) -> list[Tensor]:
     """What combine has to return on every rank, bit for bit.
 
     Args:
-        ys: of each rank [N, H], in the row order of :func:`dispatch_reference`, one dtype.
+        ys: of each rank [N, H], in the row order of :func:`dispatch_reference`, one dtype. Padding is not looked at.
         idxs: of each rank [T, K], as dispatched.
         num_experts: E.
         weights: of each rank [T, K]; or None, then rows are summed as they are.
+        pad_to, align: as dispatched.
 
     Returns:
         Of each rank [T, H] in the dtype of ys.
     """
     pairs = _sorted_pairs(idxs)
-    rows = torch.cat(list(ys))
     counts_E = torch.bincount(pairs.expert, minlength=num_experts)
-    expected = [int(counts_E[e.start : e.stop].sum()) for e in expert_owner(num_experts, len(ys))]
+    places = [_places(counts_E[e.start : e.stop], align) for e in expert_owner(num_experts, len(ys))]
+    expected = [_pad_of(pad_to, rank, rows) for rank, (_, rows) in enumerate(places)]
     if expected != [len(y) for y in ys]:
         raise ValueError(f"combine_reference: ys have {[len(y) for y in ys]} rows; expected {expected}")
+    rows = torch.cat([y[at] for y, (at, _) in zip(ys, places, strict=True)])
     outs = []
     for rank, idx_TK in enumerate(idxs):
         position_TK = torch.full(tuple(idx_TK.shape), -1, dtype=torch.int64)
@@ -454,6 +552,23 @@ def check_row(operation: str, name: str, rows: Tensor, limits: Limits, rank: int
         )
 
 
+def check_options(pad_to: int, align: int, quant: int, rank: int) -> None:
+    """How a dispatch is to be done, beside its tensors; pad_to -1 for as many rows as come.
+
+    Raises:
+        BadValue
+    """
+    operation = "moe_a2a.dispatch"
+    if not -1 <= pad_to < 2**31:
+        raise BadValue(f"{operation}: pad_to = {pad_to} on rank {rank}; expected 0 to 2**31 - 1, or none")
+    if not 1 <= align <= 2**20:
+        raise BadValue(f"{operation}: align = {align} on rank {rank}; expected 1 to 2**20")
+    if quant not in QUANTIZE.values():
+        raise BadValue(
+            f"{operation}: quantisation {quant} on rank {rank}; expected 0 (none), 1 (int8) or 2 (fp8_e4m3)"
+        )
+
+
 def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Limits, rank: int) -> None:
     """The arguments of dispatch are good: types first, then shapes, then limits, then the ids.
 
@@ -547,6 +662,10 @@ class _Header(NamedTuple):
     dtype: int = 0  # DTYPE_CODES
     weight_dtype: int = 0  # DTYPE_CODES, 0 when no weights travel
     tag: int = 0
+    quant: int = 0  # QUANTIZE
+    align: int = 1
+    routing: int = 0  # digest of the send-count matrix that is used again, 0 for a new one
+    pad_to: int = -1  # may differ
 
 
 # Fields that all ranks have to agree on: name for the message, how its value reads.
@@ -558,13 +677,27 @@ _AGREE: dict[str, tuple[str, Callable[[int], str]]] = {
     "dtype": ("the rows' dtype", lambda code: str(CODE_DTYPES.get(code))),
     "weight_dtype": ("topk_weights", lambda code: str(CODE_DTYPES.get(code))),
     "tag": ("the tag", str),
+    "quant": ("quantize", lambda code: str({code: name for name, code in QUANTIZE.items()}.get(code))),
+    "align": ("align", str),
+    "routing": ("the routing", lambda digest: f"used again (digest {digest})" if digest else "new"),
 }
 
 
 def _reason_text(error: Exception) -> bytes:
-    """What peers are told, in UTF-8; errors from outside this package say too little without their type."""
-    text = str(error) if isinstance(error, MoeA2AError) else f"{type(error).__name__}: {error}"
-    return text.encode(errors="replace")[:_TEXT_BYTES]
+    """What peers are told, in UTF-8."""
+    return str(error).encode(errors="replace")[:_TEXT_BYTES]
+
+
+def _named(operation: str, error: Exception, rank: int) -> MoeA2AError:
+    """The error of this package for what a call met. Whoever gets one of these knows that the peers were told."""
+    if isinstance(error, MoeA2AError):
+        return error
+    # torch says so with a RuntimeError.
+    memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+    kind = OutOfMemory if memory else BadValue if isinstance(error, ValueError) else BadType
+    named = kind(f"{operation}: on rank {rank}, {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
 
 
 def _int64(value: int) -> int:
@@ -588,25 +721,31 @@ def _labels(counts_AB: Tensor) -> Tensor:
     return column.repeat_interleave(rearrange(counts_AB, "a b -> (a b)").long())
 
 
-def _pack_rows(x_TH: Tensor, topk_idx: Tensor, topk_weights: Tensor | None) -> Tensor:
-    """[P, B] uint8: each pair's row, then its weight, in (expert, token, k) order, so by owner too."""
+def _digest(counts_RE: Tensor) -> int:
+    """A signed 64-bit number that stands for a send-count matrix; not 0."""
+    words = hashlib.blake2b(counts_RE.int().contiguous().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(words, "little", signed=True) or 1
+
+
+def _pack_rows(parts: Sequence[Tensor], topk_idx: Tensor, topk_weights: Tensor | None) -> Tensor:
+    """[P, B] uint8: each pair's row of every part ([T, *]), then its weight, in (expert, token, k) order, so by owner too."""
     pairs = _pairs_by_expert(topk_idx)
-    rows = _bytes(x_TH.detach().index_select(0, pairs // max(topk_idx.shape[1], 1)))
-    if topk_weights is None:
-        return rows
-    weights = rearrange(topk_weights.detach(), "t k -> (t k) 1").index_select(0, pairs)
-    return torch.cat([rows, _bytes(weights)], dim=1)
+    tokens = pairs // max(topk_idx.shape[1], 1)
+    columns = [_bytes(part.index_select(0, tokens)) for part in parts]
+    if topk_weights is not None:
+        weights = rearrange(topk_weights.detach(), "t k -> (t k) 1").index_select(0, pairs)
+        columns.append(_bytes(weights))
+    return torch.cat(columns, dim=1)
 
 
-def _unpack_rows(rows: Tensor, x_TH: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Undoes :func:`_pack_rows`: x_NH and weights_N in the arguments' dtypes (no weights: empty)."""
-    if topk_weights is None:
-        return rows.view(x_TH.dtype), torch.empty(0)
-    row_bytes = x_TH.shape[1] * x_TH.dtype.itemsize
+def _unpack_rows(rows: Tensor, columns: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """Undoes :func:`_pack_rows`: one tensor [N, n] for each (n, dtype)."""
+    parts = rows.split([n * dtype.itemsize for n, dtype in columns], dim=1)
     # clone: a slice of one row counts as contiguous, and its start need not be aligned for the dtype.
-    x_NH = rows[:, :row_bytes].clone(memory_format=torch.contiguous_format).view(x_TH.dtype)
-    weights_N1 = rows[:, row_bytes:].clone(memory_format=torch.contiguous_format).view(topk_weights.dtype)
-    return x_NH, rearrange(weights_N1, "n 1 -> n")
+    return [
+        part.clone(memory_format=torch.contiguous_format).view(dtype)
+        for part, (_, dtype) in zip(parts, columns, strict=True)
+    ]
 
 
 class CollectiveExchange:
@@ -617,7 +756,8 @@ class CollectiveExchange:
 
     * **dispatch**: one all-gather of a fixed-size int64 record (the header and the send counts [E]); if
       somebody found bad input, a second one with the reasons; otherwise one all-to-all of rows. A row travels
-      as raw bytes, its weight behind it, so that every bit of every dtype arrives.
+      as raw bytes, its scales and its weight behind it, so that every bit of every dtype arrives; quantised rows
+      travel quantised. Padding doesn't travel.
     * **combine**: an all-gather of the same record (counts zero), then one all-to-all of y's rows, weighted
       and summed where the tokens came from. If a rank's y is bad, its record says so before any payload: that
       rank raises, the ranks whose tokens it holds raise :class:`PeerAborted` with its reason, and the others
@@ -633,7 +773,7 @@ class CollectiveExchange:
             torch.distributed need not be initialised.
         rank, world_size: this rank and R.
         num_experts, top_k, max_tokens, hidden_size, dtype: the group's E, largest K and T, and widest row.
-        max_recv_rows: largest N; more on any rank is an error on every rank.
+        max_recv_rows: not used: there is no window that has to hold rows.
         depth: handles open at once, at least 1.
         timeout: seconds a call waits for peers; the process group's own timeout holds as well.
         warmup_timeout: the same for the first call.
@@ -666,17 +806,16 @@ class CollectiveExchange:
             ("top_k", top_k, 1),
             ("max_tokens", max_tokens, 0),
             ("hidden_size", hidden_size, 1),
-            ("max_recv_rows", max_recv_rows, 0),
             ("depth", depth, 1),
         ):
             if value < least:
                 raise BadValue(
                     f"CollectiveExchange: {name} = {value} on rank {rank}; expected at least {least}"
                 )
-        if max_tokens * top_k >= 2**31 or max_recv_rows >= 2**31:
+        if max_tokens * top_k >= 2**31:
             raise BadValue(
-                f"CollectiveExchange: max_tokens * top_k = {max_tokens * top_k} and max_recv_rows = "
-                f"{max_recv_rows} on rank {rank}; both must be below 2**31, since positions are int32"
+                f"CollectiveExchange: max_tokens * top_k = {max_tokens * top_k} on rank {rank}; it must be below 2**31, "
+                f"since positions are int32"
             )
         if process_group is not None or world_size > 1:
             if not dist.is_initialized():
@@ -692,7 +831,6 @@ class CollectiveExchange:
                 )
         self.rank = rank
         self.world_size = world_size
-        self.max_recv_rows = max_recv_rows
         self.depth = depth
         self._limits = Limits(num_experts, top_k, max_tokens, hidden_size, dtype)
         self._experts = expert_ranges(num_experts, world_size)
@@ -701,7 +839,7 @@ class CollectiveExchange:
         self._next_timeout = warmup_timeout
         self._generation = next(self._generations)
         self._epoch = 0  # n: dispatches started, the same on all ranks
-        self._open: set[int] = set()  # the n of handles that may be combined
+        self._open: dict[int, Tensor] = {}  # handles that may be combined by n, as dispatch made them
         self._poisoned = ""
         self._closed = False
 
@@ -709,25 +847,38 @@ class CollectiveExchange:
 
     @torch.no_grad()
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, tag: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        routing: Tensor | None = None,
+        tag: int = 0,
+        pad_to: int = -1,
+        align: int = 1,
+        quant: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sends every token's row to the owners of its experts. Collective.
 
         Args:
             x: [T, H] fp32/bf16/fp16/fp64, any strides.
-            topk_idx: [T, K] int32 or int64, any strides; global expert ids, -1 for no expert.
+            topk_idx: [T, K] int32 or int64, any strides; global expert ids, -1 for no expert. None with ``routing``.
             topk_weights: [T, K] float, any strides, or None.
+            routing: the handle of an earlier dispatch, open or not, whose routing is used again; the same call's on all ranks.
             tag: 64-bit number that has to be the same on all ranks.
+            pad_to: rows of the result, zeros behind the others; -1 for as many as come. May differ between ranks.
+            align: each expert's rows are padded to a multiple of this with zeros. The same on all ranks.
+            quant: 0 none, 1 int8, 2 fp8_e4m3. The same on all ranks.
 
         Returns:
-            x_NH: [N, H] in x's dtype, rows in (local expert, source rank, token, k) order.
+            x_NH: [N, H] in x's dtype or the quantised one, rows in (local expert, source rank, token, k) order.
             weights_N: [N] in the weights' dtype; empty without weights.
+            scales: float32, [N] (int8) or [N, ceil(H / 128)] (fp8_e4m3); empty when not quantised.
             meta: the handle for :meth:`combine`, int64 [words], read with :class:`HandleView`.
 
         Raises:
             BadType, BadValue: bad input on this rank.
             PeerAborted: bad input on another rank.
-            CallMismatch: ranks disagree on H, dtype, weights, tag or the operation.
+            CallMismatch: ranks disagree on H, dtype, weights, tag, quantisation, align, routing or the operation.
             PadTooSmall: some rank would receive more rows than its pad_to.
             PeerLost, PeerTimeout: torch.distributed failed; only after these the exchange is not usable.
         """
@@ -738,17 +889,35 @@ class CollectiveExchange:
         header = _Header(_DISPATCH, epoch=self._epoch)
         counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
         try:
-            check_dispatch(x, topk_idx, topk_weights, self._limits, self.rank)
-            counts_E, slot_TK = send_counts_reference(topk_idx, self._limits.num_experts)
-            send = _pack_rows(x, topk_idx, topk_weights)
+            if (topk_idx is None) == (routing is None):
+                both = (
+                    "both topk_idx and routing are"
+                    if routing is not None
+                    else "neither topk_idx nor routing is"
+                )
+                raise BadValue(f"moe_a2a.dispatch: {both} given on rank {self.rank}; expected one of them")
+            ids_TK, digest = topk_idx, 0
+            if routing is not None:
+                ids_TK, digest = self._read_routing(routing)
+            check_dispatch(x, ids_TK, topk_weights, self._limits, self.rank)
+            check_options(pad_to, align, quant, self.rank)
+            assert isinstance(ids_TK, Tensor)
+            counts_E, slot_TK = send_counts_reference(ids_TK, self._limits.num_experts)
+            rows_TH, scales_T = _quantize_rows(x.detach(), quant)
+            parts = [rows_TH, scales_T[:, None] if quant == 1 else scales_T][: 1 + (quant > 0)]
+            send = _pack_rows(parts, ids_TK, topk_weights)
             header = header._replace(
                 hidden=x.shape[1],
                 dtype=DTYPE_CODES[x.dtype],
                 weight_dtype=0 if topk_weights is None else DTYPE_CODES[topk_weights.dtype],
                 tag=_int64(tag),
+                quant=quant,
+                align=align,
+                routing=digest,
+                pad_to=pad_to,
             )
         except Exception as error:  # whatever stops this rank, its peers must hear of it
-            failure = error
+            failure = _named("moe_a2a.dispatch", error, self.rank)
         with self._in_step():
             headers, counts_RE, reasons = self._exchange_records(header, counts_E, failure)
         if failure is not None:
@@ -756,33 +925,52 @@ class CollectiveExchange:
         self._check_agreement(_DISPATCH, headers, ("kind",))
         if reasons:
             raise self._peer_aborted(_DISPATCH, reasons)
-        self._check_agreement(_DISPATCH, headers, ("epoch", "hidden", "dtype", "weight_dtype", "tag"))
+        self._check_agreement(
+            _DISPATCH,
+            headers,
+            ("epoch", "hidden", "dtype", "weight_dtype", "tag", "quant", "align", "routing"),
+        )
+        self._check_sizes(headers, counts_RE, align)
 
+        assert ids_TK is not None
         local = self._experts[self.rank]
         with self._in_step():
             rows_RR = self._rows_of_owner(counts_RE)
             arrived = self._all_to_all(_DISPATCH, send, rows_RR[self.rank], rows_RR[:, self.rank])
+        try:
             # They arrive in (source, local expert, token, k) order.
             expert_of_row = _labels(counts_RE[:, local.start : local.stop])
-            arrived = arrived.index_select(0, expert_of_row.argsort(stable=True))
-            x_NH, weights_N = _unpack_rows(arrived, x, topk_weights)
-            row_E = self._first_row_of_expert(counts_RE)
+            places, rows = _places(counts_RE[:, local.start : local.stop].sum(0), align)
+            out_rows = rows if pad_to == -1 else pad_to
+            padded = arrived.new_zeros(out_rows, arrived.shape[1])
+            padded[places] = arrived.index_select(0, expert_of_row.argsort(stable=True))
+            columns = [(part.shape[1], part.dtype) for part in parts]
+            if topk_weights is not None:
+                columns.append((1, topk_weights.dtype))
+            arrays = _unpack_rows(padded, columns)
+            weights_N = torch.empty(0) if topk_weights is None else arrays[-1][:, 0]
+            scales = arrays[1] if quant else torch.empty(0)
+            row_E = self._first_row_of_expert(counts_RE, align)
             meta = pack_handle(
                 epoch=self._epoch,
                 generation=self._generation,
                 num_tokens=x.shape[0],
-                top_k=topk_idx.shape[1],
+                top_k=ids_TK.shape[1],
                 hidden=x.shape[1],
-                rows=len(x_NH),
+                rows=rows,
                 rank=self.rank,
                 dtype=x.dtype,
                 counts_RE=counts_RE,
-                expert_TK=topk_idx,
-                row_TK=torch.where(topk_idx >= 0, row_E[topk_idx.long().clamp(min=0)] + slot_TK, -1),
+                expert_TK=ids_TK,
+                row_TK=torch.where(ids_TK >= 0, row_E[ids_TK.long().clamp(min=0)] + slot_TK, -1),
                 num_experts=self._limits.num_experts,
+                align=align,
+                out_rows=out_rows,
             )
-        self._open.add(self._epoch)
-        return x_NH, weights_N, meta
+        except Exception as error:  # no memory for padding, say: this rank's own affair
+            raise _named("moe_a2a.dispatch", error, self.rank) from error
+        self._open[self._epoch] = meta.clone()
+        return arrays[0], weights_N, scales[:, 0] if quant == 1 else scales, meta
 
     # ----------------------------------------------------------------------------------------------- combine
 
@@ -791,8 +979,8 @@ class CollectiveExchange:
         """Brings the rows back to their tokens and sums them by the combine rule. Collective; closes it.
 
         Args:
-            y: [N, H] fp32/bf16/fp16/fp64, any strides, a row for each row of dispatch; dtype and H
-                may be others than x's.
+            y: [N, H] fp32/bf16/fp16/fp64, any strides, a row for each row of dispatch, padding included, which is not
+                looked at; dtype and H may be others than x's.
             meta: the handle of a dispatch, not combined yet, with fewer than ``depth`` newer dispatches.
             topk_weights: [T, K] float, any strides, or None to sum the rows as they are.
 
@@ -815,7 +1003,7 @@ class CollectiveExchange:
         try:
             handle = self._open_handle(meta)
             header = header._replace(handle=handle.epoch)
-            check_combine_rows(y, handle.rows, self._limits, self.rank)
+            check_combine_rows(y, handle.out_rows, self._limits, self.rank)
             try:
                 check_combine_weights(topk_weights, handle.num_tokens, handle.top_k, self.rank)
             except MoeA2AError as error:
@@ -823,14 +1011,15 @@ class CollectiveExchange:
             # Rows leave in (source, local expert, token, k) order.
             local = self._experts[self.rank]
             source_of_row = _labels(handle.counts_RE[:, local.start : local.stop].t())
-            send = _bytes(y.detach().index_select(0, source_of_row.argsort(stable=True)))
+            places, _ = _places(handle.counts, handle.align)
+            send = _bytes(y.detach().index_select(0, places[source_of_row.argsort(stable=True)]))
             counts_RE = handle.counts_RE.long()
             header = header._replace(hidden=y.shape[1], dtype=DTYPE_CODES[y.dtype])
         except HandleExpired:
             raise
         except Exception as error:  # as in dispatch
-            failure = error
-        self._open.discard(header.handle)
+            failure = _named("moe_a2a.combine", error, self.rank)
+        self._open.pop(header.handle, None)
         with self._in_step():
             no_counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
             headers, _, reasons = self._exchange_records(header, no_counts_E, failure)
@@ -894,14 +1083,16 @@ class CollectiveExchange:
             )
 
     def _expire(self) -> None:
-        self._open = {epoch for epoch in self._open if self._epoch - epoch < self.depth}
+        self._open = {n: meta for n, meta in self._open.items() if self._epoch - n < self.depth}
 
-    def _open_handle(self, meta: object) -> HandleView:
+    def _read_handle(self, operation: str, name: str, meta: object) -> HandleView:
+        """The handle of a dispatch of this exchange, open or not."""
         if (
             not isinstance(meta, Tensor)
             or meta.dtype != torch.int64
             or meta.dim() != 1
             or meta.device.type != "cpu"
+            or not meta.is_contiguous()
         ):
             what = (
                 f"a {_shape(meta)} {meta.dtype} tensor"
@@ -909,23 +1100,26 @@ class CollectiveExchange:
                 else f"a {type(meta).__name__}"
             )
             raise BadType(
-                f"moe_a2a.combine: handle is {what} on rank {self.rank}; "
-                f"expected the handle that dispatch returned"
+                f"{operation}: {name} is {what} on rank {self.rank}; expected the handle that dispatch returned"
             )
         try:
             handle = HandleView(meta)
-            generation, rank, epoch = handle.generation, handle.rank, handle.epoch
+            generation, rank = handle.generation, handle.rank
         except (ValueError, IndexError) as error:
             raise BadValue(
-                f"moe_a2a.combine: handle can't be read on rank {self.rank} ({error}); "
+                f"{operation}: {name} can't be read on rank {self.rank} ({error}); "
                 f"expected the handle that dispatch returned"
             ) from error
         if (generation, rank) != (self._generation, self.rank):
             raise BadValue(
-                f"moe_a2a.combine: handle is of another group on rank {self.rank} (generation {generation}, "
-                f"rank {rank}; this group has generation {self._generation}); "
-                f"combine it on the group it came from"
+                f"{operation}: {name} is of another group on rank {self.rank} (generation {generation}, "
+                f"rank {rank}; this group has generation {self._generation}); use it on the group it came from"
             )
+        return handle
+
+    def _open_handle(self, meta: Tensor) -> HandleView:
+        operation = "moe_a2a.combine"
+        epoch = self._read_handle(operation, "handle", meta).epoch
         if epoch not in self._open:
             newer = self._epoch - epoch
             why = (
@@ -935,9 +1129,71 @@ class CollectiveExchange:
                 else "it was combined already; a handle serves one combine"
             )
             raise HandleExpired(
-                f"moe_a2a.combine: the handle of call {epoch} has expired on rank {self.rank}: {why}"
+                f"{operation}: the handle of call {epoch} has expired on rank {self.rank}: {why}"
             )
-        return handle
+        if not torch.equal(meta, self._open[epoch]):
+            raise BadValue(
+                f"{operation}: the handle of call {epoch} was written to after dispatch returned it on rank {self.rank}; "
+                f"leave it as it is"
+            )
+        return HandleView(self._open[epoch])
+
+    def _read_routing(self, meta: object) -> tuple[Tensor, int]:
+        """The ids [T, K] of the dispatch whose handle this is, and the digest of its send-count matrix."""
+        operation = "moe_a2a.dispatch"
+        handle = self._read_handle(operation, "routing", meta)
+        changed = BadValue(
+            f"{operation}: routing is a handle that was written to after dispatch returned it, on rank {self.rank}; "
+            f"leave handles as they are"
+        )
+        limits, local = self._limits, self._experts[self.rank]
+        sizes = handle.num_tokens, handle.top_k, handle.world_size, handle.num_experts
+        most = limits.max_tokens, limits.top_k, self.world_size, limits.num_experts
+        if (
+            min(sizes) < 0
+            or any(size > limit for size, limit in zip(sizes, most, strict=True))
+            or sizes[2:] != most[2:]
+        ):
+            raise changed
+        assert isinstance(meta, Tensor)
+        first = handle_words(
+            num_tokens=handle.num_tokens,
+            top_k=handle.top_k,
+            world_size=self.world_size,
+            num_experts=limits.num_experts,
+            local_experts=len(local),
+        )
+        parts = (HandleWord.COUNTS, HandleWord.OFFSETS, HandleWord.MATRIX, HandleWord.EXPERT, HandleWord.ROW)
+        if [int(meta[part]) for part in parts] + [len(meta)] != first:
+            raise changed
+        topk_idx = handle.expert_TK.clone()
+        if len(topk_idx) and bool(((topk_idx < -1) | (topk_idx >= limits.num_experts)).any()):
+            raise changed
+        counts_E, _ = send_counts_reference(topk_idx, limits.num_experts)
+        if not torch.equal(counts_E.int(), handle.counts_RE[self.rank]):
+            raise changed
+        return topk_idx, _digest(handle.counts_RE)
+
+    def _check_sizes(self, headers: dict[int, _Header], counts_RE: Tensor, align: int) -> None:
+        """Every rank gets as many rows as it asked for, and no more than int32 can number. All ranks decide alike.
+
+        Raises:
+            PadTooSmall, BadValue
+        """
+        where = f"moe_a2a.dispatch: call {self._epoch} on rank {self.rank}"
+        for rank, owned in enumerate(self._experts):
+            totals = counts_RE[:, owned.start : owned.stop].sum(0).tolist()
+            rows, pad_to = sum(-(-n // align) * align for n in totals), headers[rank].pad_to
+            if 0 <= pad_to < rows:
+                aligned = " (with align)" if align > 1 else ""
+                raise PadTooSmall(
+                    f"{where}: rank {rank} would receive {rows} rows{aligned} and asked for pad_to = {pad_to}; nothing was "
+                    f"exchanged; raise pad_to, or leave it out"
+                )
+            if rows >= 2**31:
+                raise BadValue(
+                    f"{where}: rank {rank} would receive {rows} rows; positions are int32; dispatch fewer tokens at once"
+                )
 
     def _check_agreement(self, kind: int, headers: dict[int, _Header], names: Sequence[str]) -> None:
         """Raises CallMismatch for the first of these fields in which these ranks' headers differ."""
@@ -969,9 +1225,9 @@ class CollectiveExchange:
         """[R, R] int64: rows that each source (first index) has at each owner."""
         return torch.stack([counts_RE[:, e.start : e.stop].sum(1) for e in self._experts], dim=1)
 
-    def _first_row_of_expert(self, counts_RE: Tensor) -> Tensor:
+    def _first_row_of_expert(self, counts_RE: Tensor, align: int) -> Tensor:
         """[E] int64: where this rank's pairs of each expert begin among the rows of the expert's owner."""
-        totals_E = counts_RE.sum(0)
+        totals_E = (counts_RE.sum(0) + align - 1).div(align, rounding_mode="floor") * align
         before_E = totals_E.cumsum(0) - totals_E
         owner_first_E = torch.tensor([experts.start for experts in self._experts for _ in experts])
         return before_E - before_E[owner_first_E] + counts_RE[: self.rank].sum(0)

@@ -113,7 +113,7 @@ class RankContext:
     world_size: int
     process_group: Any
     rng: random.Random
-    _caches: dict[int, OrderedDict[tuple[tuple[str, str], ...], Any]]
+    _caches: dict[int, OrderedDict[str, Any]]
     _fresh: list[Any] = field(default_factory=list)
 
     def group(self, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ class RankContext:
         decided by each rank alone.
         """
         cache = self._caches.setdefault(self.world_size, OrderedDict())
-        key = tuple(sorted((name, repr(value)) for name, value in kwargs.items()))
+        key = repr(sorted(kwargs.items()))
         if key in cache:
             cache.move_to_end(key)
             return cache[key]
@@ -212,7 +212,7 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
     gc.freeze()  # what torch brought along is not looked at by the collections below
     _send(conn, "ready")
 
-    caches: dict[int, OrderedDict[tuple[tuple[str, str], ...], Any]] = {}
+    caches: dict[int, OrderedDict[str, Any]] = {}
     while True:
         try:
             message = pickle.loads(conn.recv_bytes())

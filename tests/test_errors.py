@@ -119,21 +119,6 @@ def test_equal_tags(pool: RankPool) -> None:
     pool.run(2, errors.equal_tags)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_pad_too_small(pool: RankPool, ranks: int) -> None:
-    owner = 0 if ranks == 1 else min(1, ranks - 1)
-    if ranks == 2:
-        owner = 0  # experts 0 and 1 of 3 belong to rank 0
-    needed = 8 * ranks
-    for error in pool.run(ranks, errors.pad_too_small, needed - 1):
-        check(
-            error,
-            ("PadTooSmall", "ValueError"),
-            ("dispatch", f"rank {owner}", str(needed), str(needed - 1), "pad_to"),
-        )
-    assert pool.run(ranks, errors.pad_too_small, needed) == [None] * ranks, "exactly full is not too small"
-
-
 # ---------------------------------------------------------------------------------------------------- combine
 
 BAD_Y: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
@@ -219,6 +204,7 @@ DIFFERENT: list[tuple[str, Any, Any]] = [
     ("max_recv_rows", 40, 41),
     ("depth", 2, 3),
     ("record_format", "compact", "portable"),
+    ("protocol", "pull", "push"),
     ("transport", "cpu-shm", "collective"),
     ("timeout", 20.0, 30.0),
     ("warmup_timeout", 20.0, 30.0),
@@ -242,7 +228,8 @@ BAD_ARGUMENTS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("max_recv_rows", -1, ("-1",)),
     ("depth", 0, ("0",)),
     ("transport", "telepathy", ("telepathy", "cpu-shm", "collective")),
-    ("record_format", "loose", ("loose", "compact", "portable")),
+    ("record_format", "loose", ("loose", "compact", "portable", "line")),
+    ("protocol", "shove", ("shove", "auto", "push", "pull")),
     ("timeout", 0.0, ("0",)),
     ("timeout", -2.0, ("-2",)),
     ("dtype", torch.int32, ("int32",)),

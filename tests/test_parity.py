@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -244,10 +246,282 @@ def test_interleaved_groups(pool: RankPool) -> None:
     pool.run(4, bodies.two_groups, first, second)
 
 
+LATER = ("", "dispatch", "combine", "both")
+
+
+def varied(ranks: int, spec: GroupSpec, count: int, seed: int, quantised: bool = False) -> list[Step]:
+    """Steps of every kind a group serves: padded, aligned, with a routing used again, asynchronous, by chance."""
+    rng = random.Random(1000 * ranks + seed)
+    steps: list[Step] = []
+    for number in range(count):
+        step = Step(
+            tuple(rng.choice((0, rng.randrange(spec.max_tokens + 1))) for _ in range(ranks)),
+            rng.randint(1, spec.top_k),
+            rng.randint(1, spec.hidden),
+            rng.choice(("float32", "bfloat16", "float16")),
+            weight_dtype=rng.choice(WEIGHTS),
+            routing=rng.choice(("distinct", "any", "one", "skew")),
+            target=rng.randrange(spec.experts),
+            drop=rng.choice((0.0, 0.3)),
+            rows="random",
+            weigh=rng.choice(("both", "dispatch", "combine")),
+            source=rng.choice(("plain", "window")),
+            result=rng.choice(("plain", "window")),
+            seed=number,
+            pad=rng.choice((None, None, 0, 5)),
+            align=rng.choice((1, 1, 3, 8)),
+            quantize=rng.choice(("int8", "fp8_e4m3")) if quantised else None,
+            later=rng.choice(LATER),
+        )
+        fresh = [earlier for earlier in steps if earlier.again is None]
+        if fresh and rng.random() < 0.25:
+            old = rng.choice(fresh)
+            step = replace(
+                step,
+                **{
+                    name: getattr(old, name)
+                    for name in ("tokens", "top_k", "routing", "target", "drop", "ids")
+                },
+                again=old.seed,
+            )
+        steps.append(step)
+    return steps
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"pad": 0},
+    {"pad": 4},
+    {"align": 1, "pad": 0, "drop": 1.0},
+    {"align": 5},
+    {"align": 128},
+    {"again": 0},
+    {"later": "dispatch"},
+    {"later": "combine"},
+    {"later": "both"},
+    {"align": 4, "pad": 3},
+    {"align": 4, "pad": 3, "again": 0, "later": "both"},
+    {"again": 0, "later": "both", "weight_dtype": None},
+    {"pad": 2, "weigh": "dispatch", "y_dtype": "float64"},
+]
+QUANTISED: list[dict[str, Any]] = [
+    {"quantize": quantize, **options}
+    for quantize in ("int8", "fp8_e4m3")
+    for options in ({}, {"rows": "nan"}, *OPTIONS)
+]
+
+
+def option_steps(ranks: int, spec: GroupSpec, all_options: Sequence[dict[str, Any]]) -> list[Step]:
+    """A plain step, then each of these options on top of it; several ranks have none or few tokens."""
+    first = Step(uneven(ranks, spec.max_tokens, 3), 3, 40, "bfloat16", drop=0.2, rows="random")
+    steps = [first]
+    for seed, options in enumerate(all_options, start=1):
+        step = replace(first, seed=seed, hidden=spec.hidden - seed % 5, **options)
+        if step.again is None:
+            step = replace(step, tokens=uneven(ranks, spec.max_tokens, seed))
+        steps.append(
+            replace(step, source=("plain", "window")[seed % 2], result=("plain", "window")[seed // 2 % 2])
+        )
+    none = (0,) * ranks
+    return [
+        *steps,
+        replace(first, tokens=none, pad=3, align=8, seed=90),
+        replace(first, tokens=none, align=4, seed=91),
+    ]
+
+
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "pull": {"protocol": "pull"},
+    "push": {"protocol": "push"},
+    "mixed": {"protocol": "push", "mix": 7},
+    "push, flags": {"protocol": "push", "flag_rows": 3},
+}
+FORMATS = ("compact", "portable", "line")
+
+
+@pytest.mark.parametrize("recv_rows", [None, 5], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_option(
+    pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
+) -> None:
+    """pad_to, align, a routing used again and asynchronous calls, alone and together, against the oracle."""
+    spec = GroupSpec(
+        7,
+        3,
+        13,
+        67,
+        "float64",
+        record_format=record_format,
+        recv_rows=recv_rows,
+        depth=2,
+        **PROTOCOLS[protocol],
+    )
+    pool.run(ranks, bodies.steps_match, spec, option_steps(ranks, spec, OPTIONS))
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_options_without_barriers(
+    pool: RankPool, ranks: int, record_format: str, protocol: str, depth: int, recv_rows: int | None
+) -> None:
+    """Every kind of step by chance, with random delays, outputs in memory full of NaN, and nothing that orders the ranks."""
+    spec = GroupSpec(
+        6, 3, 14, 150, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
+    )
+    count = 40 if ranks < 4 else 25
+    seed = 10 * FORMATS.index(record_format) + 3 * depth + len(protocol)
+    steps = varied(ranks, spec, count, seed)
+    assert pool.run(ranks, bodies.back_to_back, spec, steps, 2.0, True) == [count] * ranks
+    for rank, stats in enumerate(pool.run(ranks, bodies.statistics, spec)):
+        # Otherwise this would be a test of something else.
+        calls = stats["dispatches"] + stats["combines"]
+        assert stats["dispatches"] == stats["combines"] >= count, rank
+        assert (stats["pushes"] > 0) == (protocol != "pull"), rank
+        assert (protocol == "mixed") <= (0 < stats["pushes"] < calls), rank
+        assert recv_rows is None or ranks == 1 or stats["waves"] > stats["dispatches"], rank
+
+
+@pytest.mark.parametrize("record_format", FORMATS)
+def test_all_options_on_eight_ranks(pool: RankPool, record_format: str) -> None:
+    """Four times as many ranks as cores, waves, pushes and pulls by chance."""
+    spec = GroupSpec(9, 2, 12, 70, record_format=record_format, depth=3, recv_rows=9, protocol="push", mix=3)
+    steps = varied(8, spec, 30, FORMATS.index(record_format))
+    assert pool.run(8, bodies.back_to_back, spec, steps, 2.0, True) == [30] * 8
+
+
+ASYNC_ORDERS = [
+    (2, "B0 W0 G0 T0 B1 W1 G1 T1"),
+    (2, "B0 B1 W0 W1 C0 C1 B2 B3 W3 W2 C2 C3"),
+    (2, "B0 W0 G0 B1 T0 W1 G1 B2 T1 W2 C2"),
+    (2, "D0 B1 C0 W1 G1 D2 T1 C2"),
+    (2, "B0 B1 X0 W1 C1 B2 B3 X2 X3 D4 C4"),
+    (2, "D0 G0 X0 D1 D2 C2 C1 D3 G3 X3 D4 D5 C5 C4"),
+    (3, "B0 B1 B2 W2 W0 W1 G1 G0 G2 T2 T0 T1"),
+    (3, "B0 B1 W0 G0 B2 W1 G1 T0 B3 W2 G2 T1 W3 C3 T2"),
+    (4, "B0 B1 B2 B3 W3 G3 W2 G2 W1 G1 W0 G0 T0 T1 T2 T3 D4 C4"),
+]
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", ["pull", "mixed"])
+@pytest.mark.parametrize(("depth", "order"), ASYNC_ORDERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_asynchronous_calls_in_any_order(
+    pool: RankPool, ranks: int, depth: int, order: str, protocol: str, recv_rows: int | None
+) -> None:
+    """Dispatches and combines begun and waited for in any order, or begun and never waited for."""
+    for record_format in FORMATS:
+        spec = GroupSpec(
+            6, 3, 12, 48, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
+        )
+        steps = [
+            Step(
+                uneven(ranks, 12, seed),
+                3,
+                48,
+                rows="random",
+                source=("plain", "window")[seed % 2],
+                result=("plain", "window")[seed // 2 % 2],
+                align=(1, 4)[seed % 2],
+                later="both" if f"B{seed}" in order else "combine",
+                seed=seed,
+            )
+            for seed in range(6)
+        ]
+        pool.run(ranks, bodies.interleaved, spec, order, steps, True)
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_options_when_codes_wrap(
+    pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
+) -> None:
+    """The fewest codes there can be: flags, marks and lines of the lap before have to be gone; all rows past the cache."""
+    for depth, code_max in ((2, 5), (3, 7), (2, 7)):
+        spec = GroupSpec(
+            6,
+            3,
+            14,
+            150,
+            record_format=record_format,
+            depth=depth,
+            recv_rows=recv_rows,
+            streaming=0,
+            code_max=code_max,
+            **PROTOCOLS[protocol],
+        )
+        steps = varied(ranks, spec, 40, code_max)
+        assert pool.run(ranks, bodies.back_to_back, spec, steps, 1.0, True) == [40] * ranks
+
+
+def wandering_order(rng: random.Random, count: int, depth: int, dropped: Sequence[int]) -> str:
+    """Begins of ``count`` dispatches and of their combines, all while the handles are good."""
+    words: list[str] = []
+    waiting: list[int] = []
+    for number in range(count):
+        words.append(f"B{number}")
+        waiting += [number] * (number not in dropped)
+        rng.shuffle(waiting)
+        while waiting and (rng.random() < 0.4 or min(waiting) <= number + 1 - depth or number == count - 1):
+            first = min(waiting) if min(waiting) <= number + 1 - depth else waiting[0]
+            waiting.remove(first)
+            words.append(f"G{first}")
+    return " ".join(words)
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("depth", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_waits_in_any_order(
+    pool: RankPool, ranks: int, depth: int, protocol: str, recv_rows: int | None
+) -> None:
+    """Ranks begin the same calls in the same order and wait for them when they like, each at another time."""
+    rng = random.Random(100 * depth + 10 * ranks + len(protocol))
+    for record_format in FORMATS:
+        spec = GroupSpec(
+            6, 3, 12, 50, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
+        )
+        steps = [replace(step, again=None) for step in varied(ranks, spec, 30, depth)]
+        dropped = rng.sample(range(30), 4)
+        order = wandering_order(rng, 30, depth, dropped)
+        pool.run(ranks, bodies.wandering, spec, order, steps, dropped)
+
+
+@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_quantized(
+    pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
+) -> None:
+    """int8 and fp8_e4m3 alone and with every other option; the elements and scales are the oracle's to the bit."""
+    spec = GroupSpec(
+        7,
+        3,
+        13,
+        300,
+        "float64",
+        record_format=record_format,
+        recv_rows=recv_rows,
+        depth=3,
+        **PROTOCOLS[protocol],
+    )
+    pool.run(ranks, bodies.steps_match, spec, option_steps(ranks, spec, QUANTISED))
+    steps = varied(ranks, spec, 30, len(protocol), quantised=True)
+    assert pool.run(ranks, bodies.back_to_back, spec, steps, 2.0, True) == [30] * ranks
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_collective_transport(pool: RankPool, ranks: int) -> None:
     """The same public calls over torch.distributed give the same bits, with handles closed in any order."""
-    spec = GroupSpec(7, 3, 16, 48, "float64", transport="collective")
+    spec = GroupSpec(7, 3, 16, 48, "float64", recv_rows=3, transport="collective")
     steps = [
         Step(
             uneven(ranks, 16, seed),
@@ -266,6 +540,22 @@ def test_collective_transport(pool: RankPool, ranks: int) -> None:
     ]
     pool.run(ranks, bodies.steps_match, spec, steps)
     pool.run(ranks, bodies.interleaved, spec, "D0 D1 C1 C0 D2 X2 D3 C3 D4 D5 C4 C5", steps)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_options_on_the_collective_transport(pool: RankPool, ranks: int) -> None:
+    """Every option alone, and all of them by chance; asynchronous calls are done when they return."""
+    spec = GroupSpec(7, 3, 13, 300, "float64", recv_rows=1, transport="collective", depth=3)
+    pool.run(ranks, bodies.steps_match, spec, option_steps(ranks, spec, [*OPTIONS, *QUANTISED]))
+    for quantised in (False, True):
+        steps = varied(ranks, spec, 20, 5 + quantised, quantised)
+        assert pool.run(ranks, bodies.back_to_back, spec, steps, 2.0) == [20] * ranks
+    orders = [order for depth, order in ASYNC_ORDERS if depth == 3]
+    later = [
+        Step(uneven(ranks, 13, seed), 3, 20, rows="random", later="both", seed=seed) for seed in range(4)
+    ]
+    for order in orders:
+        pool.run(ranks, bodies.interleaved, spec, order, later)
 
 
 def test_one_rank_without_torch_distributed() -> None:

@@ -193,6 +193,136 @@ def test_dispatch_keeps_every_bit() -> None:
     assert bits(received.x_NH).tolist() == bits(x_TH)[order].tolist()
 
 
+@pytest.mark.parametrize("align", [1, 2, 3, 16])
+@pytest.mark.parametrize("spare", [None, 0, 5])
+def test_padding_by_loop(align: int, spare: int | None) -> None:
+    """Each expert's rows, then zeros up to the multiple, then zeros up to pad_to; ids of dropped pairs nowhere."""
+    tokens, experts = (7, 0, 3), 7
+    xs, idxs, weights = random_case(tokens, experts, 3, 4, torch.float32, seed=align)
+    owners = reference.expert_owner(experts, len(tokens))
+    layouts: list[list[tuple[int, int, int] | None]] = []
+    offsets: list[list[int]] = []
+    for owner in owners:
+        layout: list[tuple[int, int, int] | None] = []
+        first = [0]
+        for expert in owner:
+            layout += [pair[1:] for pair in pairs_by_loop(idxs, range(expert, expert + 1))]
+            while len(layout) % align:
+                layout.append(None)
+            first.append(len(layout))
+        layouts.append(layout)
+        offsets.append(first)
+    pads = None if spare is None else [len(layout) + spare + rank for rank, layout in enumerate(layouts)]
+    for layout, pad in zip(layouts, pads or [0] * len(layouts), strict=True):
+        layout += [None] * (pad - len(layout))
+    received = reference.dispatch_reference(xs, idxs, experts, weights, pad_to=pads, align=align)
+    plain = reference.dispatch_reference(xs, idxs, experts)
+    ys = []
+    for rank, (got, layout) in enumerate(zip(received, layouts, strict=True)):
+        want = [torch.zeros(4) if at is None else xs[at[0]][at[1]] for at in layout]
+        assert_bits(got.x_NH, torch.stack(want) if want else torch.empty(0, 4), "rows")
+        want = [torch.zeros(()) if at is None else weights[at[0]][at[1], at[2]] for at in layout]
+        assert got.weights_N is not None
+        assert_bits(got.weights_N, torch.stack(want) if want else torch.empty(0), "weights")
+        assert got.source_N3.tolist() == [[-1] * 3 if at is None else list(at) for at in layout]
+        assert got.offsets.tolist() == offsets[rank] and got.offsets.dtype == torch.int32
+        assert got.counts.tolist() == plain[rank].counts.tolist()
+        padding = torch.tensor([at is None for at in layout], dtype=torch.bool)
+        ys.append(got.x_NH.masked_fill(padding[:, None], NAN))
+    outs = reference.combine_reference(ys, idxs, experts, weights, pad_to=pads, align=align)
+    wants = reference.combine_reference([p.x_NH for p in plain], idxs, experts, weights)
+    for out, want_TH in zip(outs, wants, strict=True):
+        assert_bits(out, want_TH, "sums")
+
+
+def test_pad_to_is_a_limit() -> None:
+    """One number for all ranks; too small a one names the rank."""
+    xs, idxs = [torch.ones(2, 1)] * 2, [torch.tensor([[0], [1]])] * 2
+    assert [len(got.x_NH) for got in reference.dispatch_reference(xs, idxs, 2, pad_to=2)] == [2, 2]
+    with pytest.raises(ValueError, match="rank 0 receives 4 rows; pad_to = 3"):
+        reference.dispatch_reference(xs, idxs, 2, pad_to=3, align=4)
+    with pytest.raises(ValueError, match="rank 1 receives 2 rows; pad_to = 1"):
+        reference.combine_reference([torch.ones(2, 1)] * 2, idxs, 2, pad_to=[None, 1])
+
+
+# --------------------------------------------------------------------------------------------------- quantise
+
+
+def fp8_values() -> list[float]:
+    """What float8_e4m3fn can hold from 0 up: 3 bits of mantissa, exponents -6..8, subnormals below, no infinity."""
+    return [m / 8 * 2.0**-6 for m in range(8)] + [
+        (1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8) if (e, m) != (8, 7)
+    ]
+
+
+def nearest_fp8(value: float) -> float:
+    """To nearest, ties to the even mantissa; the list's index is the code, so its parity is the mantissa's."""
+    values = fp8_values()
+    at = min(range(len(values)), key=lambda i: (abs(values[i] - abs(value)), i % 2))
+    return float(np.copysign(values[at], value))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("hidden", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("quantize", ["int8", "fp8_e4m3"])
+def test_quantize_by_loop(quantize: str, hidden: int, dtype: torch.dtype) -> None:
+    """Element by element in float32 of numpy; rows of zeros, with a NaN or an infinity, and tiny ones."""
+    x_TH = torch.randn(6, hidden, generator=torch.Generator().manual_seed(hidden), dtype=torch.float64).to(
+        dtype
+    )
+    x_TH[1], x_TH[2, -1], x_TH[3, 0], x_TH[4] = 0.0, NAN, -INF, torch.finfo(dtype).smallest_normal
+    (got,) = reference.dispatch_reference([x_TH], [torch.zeros(6, 1).long()], 1, quantize=quantize)
+    assert got.scales is not None and got.scales.dtype == torch.float32
+    block, limit = (hidden, np.float32(127)) if quantize == "int8" else (128, np.float32(448))
+    blocks = -(-hidden // block)
+    assert got.scales.shape == ((6,) if quantize == "int8" else (6, blocks))
+    assert got.x_NH.dtype == (torch.int8 if quantize == "int8" else torch.float8_e4m3fn)
+    assert got.x_NH.shape == x_TH.shape
+    scales, q = got.scales.view(6, -1).numpy(), got.x_NH.float().numpy()
+    rows = x_TH.double().numpy().astype(np.float32)
+    for row in range(6):
+        for b in range(blocks):
+            part = slice(b * block, (b + 1) * block)
+            largest = np.float32(np.abs(rows[row, part]).max())
+            if not np.isfinite(largest):
+                assert np.isnan(scales[row, b]) and not q[row, part].any()
+                continue
+            scale = np.float32(largest / limit)
+            assert scales[row, b] == scale
+            for value, code in zip(rows[row, part], q[row, part], strict=True):
+                if scale == 0:
+                    assert code == 0
+                    continue
+                quotient = np.clip(np.float32(value / scale), -limit, limit)
+                assert code == (np.round(quotient) if quantize == "int8" else nearest_fp8(float(quotient)))
+
+
+def test_quantize_by_hand() -> None:
+    """127 and its halves: ties go to the even number; 448 and 240 in fp8, where 17 lies between 16 and 18."""
+    idx = [torch.tensor([[0]])]
+    (got,) = reference.dispatch_reference(
+        [torch.tensor([[127.0, 0.5, 1.5, -2.5, -0.0]])], idx, 1, quantize="int8"
+    )
+    assert got.scales is not None
+    assert got.x_NH.tolist() == [[127, 0, 2, -2, 0]] and got.scales.tolist() == [1.0]
+    x_TH = torch.zeros(1, 130)
+    x_TH[0, :4], x_TH[0, 128:] = torch.tensor([448.0, 240.0, 17.0, -19.0]), torch.tensor([896.0, 34.0])
+    (got,) = reference.dispatch_reference([x_TH], idx, 1, quantize="fp8_e4m3")
+    assert got.scales is not None and got.scales.tolist() == [[1.0, 2.0]]
+    assert got.x_NH.float()[0, [0, 1, 2, 3, 128, 129]].tolist() == [448.0, 240.0, 16.0, -20.0, 448.0, 16.0]
+
+
+def test_padding_of_quantised_rows() -> None:
+    """Rows and scales of padding are zero, whatever was quantised."""
+    x_TH = torch.full((3, 4), NAN)
+    (got,) = reference.dispatch_reference(
+        [x_TH], [torch.tensor([[0], [1], [0]])], 2, pad_to=9, align=4, quantize="int8"
+    )
+    assert got.scales is not None and not got.x_NH.any()
+    assert got.scales.isnan().tolist() == [True, True, False, False, True, False, False, False, False]
+    assert got.scales.nan_to_num(0.0).eq(0).all()
+
+
 # ---------------------------------------------------------------------------------------------------- combine
 
 
@@ -500,6 +630,27 @@ def test_dispatch_checks(x: Any, idx: Any, weights: Any, error: type[MoeA2AError
         reference.check_dispatch(x, idx, weights, LIMITS, 2)
     for part in ["moe_a2a.dispatch: ", "rank 2", *parts]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "align", "quant", "part"),
+    [
+        (-2, 1, 0, "pad_to = -2"),
+        (2**31, 1, 0, "pad_to = 2147483648"),
+        (-1, 0, 0, "align = 0"),
+        (-1, 2**20 + 1, 0, "align = 1048577"),
+        (-1, 1, -1, "quantisation -1"),
+        (-1, 1, 3, "quantisation 3"),
+    ],
+)
+def test_option_checks(pad_to: int, align: int, quant: int, part: str) -> None:
+    """Values at the limits pass, those beyond are named."""
+    with pytest.raises(BadValue) as caught:
+        reference.check_options(pad_to, align, quant, 2)
+    for said in ["moe_a2a.dispatch: ", "rank 2", part]:
+        assert said in str(caught.value)
+    reference.check_options(-1, 1, 0, 0)
+    reference.check_options(2**31 - 1, 2**20, 2, 0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -2,7 +2,9 @@
 
 The design's numbers: dispatch copies at most T rows in (those that only its own rank needs are not copied;
 none with ``group.empty``) and N rows out; combine copies at most N rows in (those of its own tokens are not
-copied; none with ``d.empty_like_rows``) and T rows out.
+copied; none with ``d.empty_like_rows``) and T rows out. A push writes the rows that leave, once each, into the windows
+of others instead, and copies nothing in. An asynchronous call may copy own rows, too: T in for dispatch, N in for combine;
+its dispatch never pushes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool import GROUP_SIZES, RankPool
@@ -21,62 +24,116 @@ from rank_bodies.inputs import GroupSpec, Step
 
 @pytest.mark.parametrize("result", ["plain", "window"])
 @pytest.mark.parametrize("source", ["plain", "window"])
-@pytest.mark.parametrize("record_format", ["compact", "portable"])
+@pytest.mark.parametrize("later", ["", "both"], ids=["at once", "async"])
+@pytest.mark.parametrize("protocol", ["pull", "push"])
 @pytest.mark.parametrize("ranks", GROUP_SIZES)
-def test_copied_payload(pool: RankPool, ranks: int, record_format: str, source: str, result: str) -> None:
-    spec = GroupSpec(8, 3, 24, 65, record_format=record_format)
-    for seed, (routing, y_dtype) in enumerate(
-        [("distinct", None), ("any", None), ("one", None), ("low half", "bfloat16"), ("round", None)]
-    ):
-        tokens = tuple((5 * rank + 3 * seed) % 25 for rank in range(ranks))
-        step = Step(
-            tokens, 3, 65, y_dtype=y_dtype, routing=routing, drop=0.2, source=source, result=result, seed=seed
-        )
-        for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
-            what = f"rank {rank} of {ranks}, {step}: {n}"
-            dispatch, both = n["dispatch"], n["both"]
-            assert set(dispatch) == {"dispatch_in", "dispatch_out", "combine_in", "combine_out"}
-            away_in = n["tokens_away"] * n["row"] if source == "plain" else 0
-            assert dispatch["dispatch_in"] <= away_in, what
-            # Every row has to come out once: fewer would mean that the counter doesn't count.
-            assert dispatch["dispatch_out"] == n["rows"] * n["row"], what
-            assert dispatch["combine_in"] == dispatch["combine_out"] == 0, what
-            assert both["dispatch_in"] == dispatch["dispatch_in"], what
-            assert both["dispatch_out"] == dispatch["dispatch_out"], what
-            y_in = n["rows_away"] * n["y_row"] if result == "plain" else 0
-            assert both["combine_in"] <= y_in, what
-            assert both["combine_out"] == n["tokens"] * n["out_row"], what
+def test_copied_payload(
+    pool: RankPool, ranks: int, protocol: str, later: str, source: str, result: str
+) -> None:
+    for record_format in ("compact", "portable", "line"):
+        spec = GroupSpec(8, 3, 24, 65, record_format=record_format, protocol=protocol)
+        for seed, (routing, y_dtype) in enumerate(
+            [("distinct", None), ("any", None), ("one", None), ("low half", "bfloat16"), ("round", None)]
+        ):
+            step = Step(
+                tuple((5 * rank + 3 * seed) % 25 for rank in range(ranks)),
+                3,
+                65,
+                y_dtype=y_dtype,
+                routing=routing,
+                drop=0.2,
+                source=source,
+                result=result,
+                later=later,
+                seed=seed,
+            )
+            for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
+                check_counts(n, step, protocol, f"rank {rank} of {ranks}, {record_format}, {step}: {n}")
+
+
+def check_counts(n: dict[str, Any], step: Step, protocol: str, what: str) -> None:
+    """Bytes in are bounds: fewer would be better. What comes out has to, once; so has what is pushed."""
+    dispatch, both = n["dispatch"], n["both"]
+    assert set(dispatch) == {
+        "dispatch_in",
+        "dispatch_out",
+        "dispatch_push",
+        "combine_in",
+        "combine_out",
+        "combine_push",
+    }
+    pushes = protocol == "push" and not step.later
+    tokens_in = 0 if pushes else n["tokens_kept"] if step.later else n["tokens_away"]
+    assert dispatch["dispatch_in"] <= (tokens_in * n["row"] if step.source == "plain" else 0), what
+    assert dispatch["dispatch_push"] == (n["rows_leaving"] * n["row"] if pushes else 0), what
+    assert dispatch["dispatch_out"] == n["rows"] * n["row"], what
+    for name in ("combine_in", "combine_out", "combine_push"):
+        assert dispatch[name] == 0, what
+    for name in ("dispatch_in", "dispatch_out", "dispatch_push"):
+        assert both[name] == dispatch[name], what
+    rows_in = (n["rows"] - n["rows_away"] if step.later else 0) + (
+        n["rows_away"] if protocol == "pull" else 0
+    )
+    assert both["combine_in"] <= (rows_in * n["y_row"] if step.result == "plain" else 0), what
+    assert both["combine_push"] == (n["rows_away"] * n["y_row"] if protocol == "push" else 0), what
+    assert both["combine_out"] == n["tokens"] * n["out_row"], what
+
+
+@pytest.mark.parametrize("protocol", ["pull", "push"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copied_payload_in_waves(pool: RankPool, ranks: int, protocol: str) -> None:
+    """Waves write no row twice; in a pull combine the rows of a crowded owner are kept by whoever waits for them, once."""
+    spec = GroupSpec(8, 3, 24, 65, recv_rows=4, protocol=protocol)
+    step = Step((24, 0, 17)[:ranks], 3, 65, routing="any", drop=0.2)
+    for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
+        what = f"rank {rank} of {ranks}: {n}"
+        both = n["both"]
+        assert both["dispatch_in"] <= (n["tokens_away"] * n["row"] if protocol == "pull" else 0), what
+        assert both["dispatch_push"] == (n["rows_leaving"] * n["row"] if protocol == "push" else 0), what
+        assert both["dispatch_out"] == n["rows"] * n["row"], what
+        rows_in = n["rows_away"] + n["rows_leaving"] if protocol == "pull" else 0
+        assert both["combine_in"] <= rows_in * n["y_row"], what
+        assert both["combine_push"] == (n["rows_away"] * n["y_row"] if protocol == "push" else 0), what
+        assert both["combine_out"] == n["tokens"] * n["out_row"], what
 
 
 @pytest.mark.parametrize("source", ["plain", "window"])
 @pytest.mark.parametrize("hidden", [16, 4096])
+@pytest.mark.parametrize("protocol", ["pull", "push"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_outputs_share_nothing_with_the_window(pool: RankPool, ranks: int, hidden: int, source: str) -> None:
+def test_outputs_share_nothing_with_the_window(
+    pool: RankPool, ranks: int, protocol: str, hidden: int, source: str
+) -> None:
     """At H = 4096 outputs are above 1 MB and come from another allocator than small ones."""
-    spec = GroupSpec(8, 2, 64, hidden)
+    spec = GroupSpec(8, 2, 64, hidden, protocol=protocol)
     step = Step((64,) * ranks, 2, hidden, rows="random", source=source, result=source)
     for pointers in pool.run(ranks, window_bytes.outputs_are_private, spec, step):
         assert len(set(pointers)) == len(pointers), "live tensors share memory"
 
 
-@pytest.mark.parametrize("record_format", ["compact", "portable"])
+@pytest.mark.parametrize("record_format", ["compact", "portable", "line"])
+@pytest.mark.parametrize("protocol", ["pull", "push"])
+@pytest.mark.parametrize("recv_rows", [None, 5], ids=["one wave", "waves"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_inputs_may_change_after_the_call(pool: RankPool, ranks: int, record_format: str) -> None:
-    spec = GroupSpec(8, 2, 32, 40, record_format=record_format)
+def test_inputs_may_change_after_the_call(
+    pool: RankPool, ranks: int, recv_rows: int | None, protocol: str, record_format: str
+) -> None:
+    spec = GroupSpec(8, 2, 32, 40, record_format=record_format, recv_rows=recv_rows, protocol=protocol)
     pool.run(ranks, window_bytes.inputs_may_change, spec, Step((32,) * ranks, 2, 40))
 
 
 COUNTED = """
 import ctypes, sys
 import torch, torch.distributed as dist, moe_a2a
-rank, store, window = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "window"
+rank, store, window, push = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "window", sys.argv[4] == "push"
 shim = ctypes.CDLL(None)
 shim.bytes_in_rows.restype = ctypes.c_size_t
 shim.watch_rows_of.argtypes = [ctypes.c_size_t]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 T, H, E, K = 24, 2503, 5, 3  # rows of 5006 bytes: nothing else is a multiple of that
-group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, timeout=30, warmup_timeout=30)
+group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, timeout=30, warmup_timeout=30,
+    protocol="push" if push else "pull")
 generator = torch.Generator().manual_seed(rank)
 for _ in range(3):
     rows = torch.randn(T, H, generator=generator).bfloat16()
@@ -97,19 +154,26 @@ for _ in range(3):
     after = group.stats()["copied_bytes"]
     counted = {name: after[name] - before[name] for name in after}
     mine = group.local_experts
-    travels = ((idx >= 0) & ((idx < mine.start) | (idx >= mine.stop))).any(1).sum().item()
+    away = (idx >= 0) & ((idx < mine.start) | (idx >= mine.stop))
+    travels, leave = away.any(1).sum().item(), away.sum().item()
     own = d.handle.send_count_matrix[rank, mine.start : mine.stop].sum().item()
     N = len(d.x)
-    assert seen_in_dispatch == counted["dispatch_in"] + counted["dispatch_out"], (seen_in_dispatch, counted)
-    assert seen_in_dispatch == 2 * H * (N + (0 if window else travels)), (seen_in_dispatch, N, travels)
-    assert seen_in_combine == counted["combine_in"] == (0 if window else 2 * H * (N - own)), (seen_in_combine, counted)
+    begin = leave if push else 0 if window else travels
+    give = N - own if push or not window else 0
+    into = ("push", "in") if push else ("in", "push")
+    assert counted["dispatch_" + into[0]] == 2 * H * begin and counted["dispatch_" + into[1]] == 0, counted
+    assert counted["combine_" + into[0]] == 2 * H * give and counted["combine_" + into[1]] == 0, counted
+    assert counted["dispatch_out"] == 2 * H * N, counted
+    assert seen_in_dispatch == 2 * H * (N + begin), (seen_in_dispatch, counted, N, travels, leave)
+    assert seen_in_combine == 2 * H * give, (seen_in_combine, counted, N, own)
     assert counted["combine_out"] == 2 * H * T
 print("counted")
 """
 
 
+@pytest.mark.parametrize("protocol", ["pull", "push"])
 @pytest.mark.parametrize("where", ["ordinary", "window"])
-def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str) -> None:
+def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str, protocol: str) -> None:
     """What the product counts is what went through memcpy, and that is the design's number."""
     shim = tmp_path / "memcpy_count.so"
     source = Path(__file__).with_name("memcpy_count.c")
@@ -120,7 +184,7 @@ def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str) -> None
     )
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", COUNTED, str(rank), str(tmp_path / "store"), where],
+            [sys.executable, "-c", COUNTED, str(rank), str(tmp_path / "store"), where, protocol],
             env={**os.environ, "LD_PRELOAD": str(shim)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

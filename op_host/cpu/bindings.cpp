@@ -140,6 +140,8 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
     bad = say("%s: x has T = %ld rows on rank %ld, the group was made for max_tokens = %ld; dispatch fewer at once or make the "
               "group with more",
               DISPATCH, tokens, rank, layout[MAX_TOKENS]);
+  } else if (routing.has_value() && (top_k < 0 || top_k > layout[TOP_K])) {
+    bad = say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", DISPATCH, rank);
   } else if (top_k > layout[TOP_K]) {
     bad = say("%s: topk_idx has K = %ld columns on rank %ld, the group was made for top_k = %ld", DISPATCH, top_k, rank,
               layout[TOP_K]);

@@ -207,16 +207,6 @@ def equal_tags(ctx: RankContext) -> None:
     good_step(ctx, group)
 
 
-def pad_too_small(ctx: RankContext, rows: int) -> Caught | None:
-    """Every rank sends 8 tokens to expert 1; its owner asked for at most ``rows``, others for none. A step follows."""
-    group = GroupSpec(3, 1, 8, 8).open(ctx)
-    mine = make_inputs(Step((8,) * ctx.world_size, 1, 8, routing="one", target=1), ctx.rank, 3)
-    pad_to = rows if 1 in group.local_experts else 0
-    error = caught(lambda: moe_a2a.dispatch(mine.x_TH, mine.idx_TK, group, pad_to=pad_to))
-    check_step(ctx, group, Step((3,) * ctx.world_size, 1, 8, routing="one", target=1))
-    return error
-
-
 # ---------------------------------------------------------------------------------------------------- combine
 
 
@@ -234,9 +224,11 @@ BAD_COMBINE: dict[str, Callable[[Tensor, Tensor], tuple[Any, Any]]] = {
 }
 
 
-def bad_combine(ctx: RankContext, what: str, bad_rank: int) -> Caught | None:
+def bad_combine(
+    ctx: RankContext, what: str, bad_rank: int, later: bool = False, **options: Any
+) -> Caught | None:
     """One rank combines with bad input. The last rank's tokens stay on it: only its own error concerns it."""
-    spec = GroupSpec(experts=2 * ctx.world_size, top_k=2, max_tokens=6, hidden=8)
+    spec = GroupSpec(experts=2 * ctx.world_size, top_k=2, max_tokens=6, hidden=8, **options)
     group = spec.open(ctx)
     last = ctx.world_size - 1
     x_TH, weights_TK = torch.ones(6, 8), torch.ones(6, 2)
@@ -249,21 +241,29 @@ def bad_combine(ctx: RankContext, what: str, bad_rank: int) -> Caught | None:
     y_NH, weights = d.x, weights_TK
     if ctx.rank == bad_rank:
         y_NH, weights = BAD_COMBINE[what](y_NH, weights_TK)
-    error = caught(lambda: moe_a2a.combine(y_NH, d.handle, topk_weights=weights))
+    if later:
+        error = caught(lambda: moe_a2a.combine(y_NH, d.handle, topk_weights=weights, async_op=True).wait())
+    else:
+        error = caught(lambda: moe_a2a.combine(y_NH, d.handle, topk_weights=weights))
     again = caught(lambda: moe_a2a.combine(d.x, d.handle))
     good_step(ctx, group)
     assert again is not None and "HandleExpired" in again.kinds, f"combining once more gave {again}"
     return error
 
 
-def combine_mismatch(ctx: RankContext, what: str) -> Caught | None:
+def combine_mismatch(
+    ctx: RankContext, what: str, later: bool = False, spec: GroupSpec = USUAL
+) -> Caught | None:
     """The owners' y have different dtypes or widths, and every rank needs rows of both."""
-    group = USUAL.open(ctx)
+    group = spec.open(ctx)
     d = moe_a2a.dispatch(torch.ones(4, 8), torch.tensor([[0, 3]] * 4), group)
     y_NH = d.x
     if ctx.rank == 1:
         y_NH = d.x.bfloat16() if what == "dtype" else d.x[:, :7]
-    error = caught(lambda: moe_a2a.combine(y_NH, d.handle))
+    if later:
+        error = caught(lambda: moe_a2a.combine(y_NH, d.handle, async_op=True).wait())
+    else:
+        error = caught(lambda: moe_a2a.combine(y_NH, d.handle))
     good_step(ctx, group)
     return error
 

@@ -32,7 +32,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Arguments of an ``EPGroup``; ``recv_rows`` None makes room for every row on one rank."""
+    """Arguments of an ``EPGroup``; ``recv_rows`` None makes room for every row on one rank, without align.
+
+    ``mix`` is a seed: with protocol "push" each call then pushes or pulls by chance. ``flag_rows``: pushed rows that share a
+    flag. ``streaming`` 0: everything is written past the cache. ``code_max``: codes begin anew after so many calls.
+    """
 
     experts: int
     top_k: int
@@ -44,6 +48,11 @@ class GroupSpec:
     depth: int = 2
     timeout: float = 20.0
     transport: str = "cpu-shm"
+    protocol: str = "auto"
+    mix: int = 0
+    flag_rows: int = 0
+    streaming: int | None = None
+    code_max: int | None = None
 
     def kwargs(self, world_size: int) -> dict[str, Any]:
         """Keyword arguments for ``EPGroup``."""
@@ -59,6 +68,13 @@ class GroupSpec:
             "record_format": self.record_format,
             "depth": self.depth,
             "transport": self.transport,
+            "protocol": self.protocol,
+            "_tiling": {
+                "mix": self.mix,
+                "flag_rows": self.flag_rows,
+                **({} if self.streaming is None else {"streaming_bytes": self.streaming}),
+            },
+            "_code_max": self.code_max,
             "timeout": self.timeout,
             "warmup_timeout": 2 * self.timeout,
         }
@@ -86,6 +102,10 @@ class Step:
         weight_dtype, y_dtype: None means no weights, and y in x's dtype.
         source, result: "plain", or "window" for a tensor of ``group.empty`` / ``d.empty_like_rows``.
         weigh: weights "combine" only, "dispatch" only (they arrive with the rows), or "both".
+        pad: None, or rank r asks for ``pad + r`` rows more than it gets.
+        align, quantize: as dispatch takes them.
+        again: the seed of an earlier step whose routing is used again; all that makes a routing has to be that step's.
+        later: "dispatch", "combine" or "both" are called with async_op; plain inputs are overwritten before ``wait()``.
     """
 
     tokens: tuple[int, ...]
@@ -103,6 +123,16 @@ class Step:
     result: str = "plain"
     weigh: str = "both"
     seed: int = 0
+    pad: int | None = None
+    align: int = 1
+    quantize: str | None = None
+    again: int | None = None
+    later: str = ""
+
+    @property
+    def routing_seed(self) -> int:
+        """The seed of the step whose routing this is."""
+        return self.seed if self.again is None else self.again
 
 
 @dataclass(frozen=True)
@@ -153,7 +183,7 @@ def _routing(step: Step, rank: int, experts: int, rng: torch.Generator) -> Tenso
     idx_TK = torch.rand(T, experts, generator=rng).topk(K).indices
     if step.routing == "distinct":
         return idx_TK
-    shared_K = torch.rand(experts, generator=torch.Generator().manual_seed(step.seed)).topk(K).indices
+    shared_K = torch.rand(experts, generator=torch.Generator().manual_seed(step.routing_seed)).topk(K).indices
     if step.routing == "skew":
         alike_T1 = torch.rand(T, 1, generator=rng) < 0.9
     else:
@@ -163,11 +193,13 @@ def _routing(step: Step, rank: int, experts: int, rng: torch.Generator) -> Tenso
 
 def make_inputs(step: Step, rank: int, experts: int) -> Inputs:
     """The inputs of ``rank`` in this step; every rank can make them for every other."""
-    rng = torch.Generator().manual_seed(step.seed * 1009 + rank)
+    rng = torch.Generator().manual_seed(step.routing_seed * 1009 + rank)
     T, K, dtype = step.tokens[rank], step.top_k, dtype_of(step.dtype)
     idx_TK = _routing(step, rank, experts, rng)
     dropped_TK = torch.rand(T, K, generator=rng) < step.drop
     idx_TK = torch.where(dropped_TK, -1, idx_TK).to(dtype_of(step.ids))
+    if step.again is not None:
+        rng = torch.Generator().manual_seed(step.seed * 1009 + rank)
     weights_TK = None
     if step.weight_dtype is not None:
         weights = torch.rand(T, K, generator=rng, dtype=torch.float64).mul(2).sub(0.5)
@@ -193,12 +225,41 @@ def scale_expert(expert: int, rows: Tensor) -> Tensor:
     return rows * 2.0 ** (expert % 8)
 
 
-def run_experts(rows_NH: Tensor, offsets: Tensor, local_experts: range, y_dtype: torch.dtype) -> Tensor:
-    """[N, H]: each local expert's :func:`scale_expert` on its group of rows."""
-    counts = offsets[1:] - offsets[:-1]
-    ids = torch.tensor(list(local_experts), dtype=torch.int64).repeat_interleave(counts)
-    factor_N1 = (2.0 ** (ids % 8))[:, None].to(y_dtype)
-    return rows_NH.to(y_dtype) * factor_N1
+def real_rows(offsets: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """[N] bool: which rows are no padding."""
+    real_N = torch.zeros(rows, dtype=torch.bool)
+    for first, count in zip(offsets[:-1].tolist(), counts.tolist(), strict=True):
+        real_N[first : first + count] = True
+    return real_N
+
+
+def run_experts(
+    rows_NH: Tensor,
+    offsets: Tensor,
+    local_experts: range,
+    y_dtype: torch.dtype,
+    counts: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """[N, H]: each local expert's :func:`scale_expert` on its group of rows.
+
+    Args:
+        counts: with padding, the rows of each expert; the result is NaN in the others.
+        scales: of quantised rows.
+    """
+    if scales is not None:
+        wide = (
+            scales[:, None] if scales.dim() == 1 else scales.repeat_interleave(128, 1)[:, : rows_NH.shape[1]]
+        )
+        rows_NH = rows_NH.float() * wide
+    shares = offsets[1:] - offsets[:-1]
+    ids = torch.tensor(list(local_experts), dtype=torch.int64).repeat_interleave(shares)
+    factor_N1 = torch.ones(len(rows_NH), 1)
+    factor_N1[: len(ids), 0] = 2.0 ** (ids % 8)
+    y_NH = rows_NH.to(y_dtype) * factor_N1.to(y_dtype)
+    if counts is not None:
+        y_NH[~real_rows(offsets, counts, len(y_NH))] = float("nan")
+    return y_NH
 
 
 # ------------------------------------------------------------------------------------------------ comparisons

@@ -9,7 +9,15 @@ from pool import RankContext
 
 import moe_a2a
 from rank_bodies.inputs import GroupSpec, Step, make_inputs
-from rank_bodies.steps import check_combine, check_dispatch, check_step, dispatch_step, expert_step, run_step
+from rank_bodies.steps import (
+    check_combine,
+    check_dispatch,
+    check_step,
+    combine_step,
+    dispatch_step,
+    expert_step,
+    run_step,
+)
 
 
 def copied(group: Any, before: dict[str, int]) -> dict[str, int]:
@@ -27,7 +35,9 @@ def count_copies(ctx: RankContext, spec: GroupSpec, step: Step) -> dict[str, Any
     after_dispatch = copied(group, start)
     y_NH = expert_step(group, step, d)
     assert copied(group, start) == after_dispatch
-    out_TH = moe_a2a.combine(y_NH, d.handle, topk_weights=mine.weights_TK)
+    out_TH = combine_step(step, y_NH, d, mine)
+    check_dispatch(group, step, d, ctx.rank, "counted")
+    check_combine(step, out_TH, spec.experts, ctx.rank, "counted")
     local = group.local_experts
     idx_TK = mine.idx_TK
     away_TK = (idx_TK >= 0) & ((idx_TK < local.start) | (idx_TK >= local.stop))
@@ -39,7 +49,9 @@ def count_copies(ctx: RankContext, spec: GroupSpec, step: Step) -> dict[str, Any
         "y_row": step.hidden * y_NH.element_size(),
         "out_row": step.hidden * out_TH.element_size(),
         "tokens": len(mine.x_TH),
+        "tokens_kept": int((idx_TK >= 0).any(dim=1).sum()),
         "tokens_away": int(away_TK.any(dim=1).sum()),
+        "rows_leaving": int(away_TK.sum()),
         "rows": len(d.x),
         "rows_away": len(d.x) - own,
     }
