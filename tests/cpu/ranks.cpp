@@ -95,12 +95,12 @@ std::vector<std::string> split(const std::string& text, char by) {
 // --------------------------------------------------------------------------------------------------------------- reports
 
 // What each rank is doing, for a report of a hang.
-struct Place {
+struct Doing {
   std::atomic<int64_t> step{0};
   std::atomic<const char*> point{""};
   std::atomic<const char*> what{"start"};
 };
-Place places[64];
+Doing doing[64];
 thread_local int64_t me = -1;
 thread_local Random chance{0};
 
@@ -109,18 +109,21 @@ thread_local Random chance{0};
   once.lock();  // never given back: the first one speaks and ends the process
   const int64_t ranks = options.layout[WORLD_SIZE];
   for (int64_t r = 0; r < ranks; ++r)
-    std::printf("rank %ld: step %ld, %s, last point \"%s\"\n", r, places[r].step.load(), places[r].what.load(),
-                places[r].point.load());
+    std::printf("rank %ld: step %ld, %s, last point \"%s\"\n", r, doing[r].step.load(), doing[r].what.load(),
+                doing[r].point.load());
   std::printf("%s rank=%ld step=%ld what=%s\n", verdict, rank, step, what.c_str());
   std::fflush(stdout);
   _exit(verdict[0] == 'w' ? 1 : verdict[0] == 'h' ? 2 : 3);
 }
 
-[[noreturn]] void wrong(const std::string& what) { report("wrong", me, places[me].step, what); }
+[[noreturn]] void wrong(const std::string& what) { report("wrong", me, doing[me].step, what); }
+
+thread_local bool throws_on = false;  // failures that nobody planned are for the scenario
 
 [[noreturn]] void unexpected(const Failure& failure) {
+  if (throws_on) throw failure;
   if (failure.kind == FailureKind::PEER_TIMEOUT || failure.kind == FailureKind::PEER_LOST)
-    report("hang", me, places[me].step, failure.what());
+    report("hang", me, doing[me].step, failure.what());
   wrong(say("failure %d: %s", static_cast<int>(failure.kind), failure.what()));
 }
 
@@ -131,22 +134,27 @@ void sleep_us(int64_t us) {
   nanosleep(&nap, nullptr);
 }
 
-int dropped_rule = 0;  // set before the threads start
+[[maybe_unused]] int dropped_rule = 0;  // set before the threads start
 
-// A rank that stops at a point until somebody lets it go on, and one that lets it go on and waits until it has ended.
+// A rank that stops at a point until another one has come to a point of its own; that one waits until the first is at a third
+// point, where it stays until all is over.
 struct Gate {
-  std::string stop_at, open_at;
-  std::atomic<bool> stopped{false}, opened{false}, ended{false};
+  std::string stop_at, open_at, end_at;
+  std::atomic<bool> stopped{false}, opened{false}, ended{false}, over{false};
 };
 Gate gate;
 enum class Role { PLAIN, STOPS, OPENS };
 thread_local Role role = Role::PLAIN;
 
-void visit(const char* name) {
+[[maybe_unused]] void visit(const char* name) {
   if (me < 0) return;
-  places[me].point.store(name, std::memory_order_relaxed);
+  doing[me].point.store(name, std::memory_order_relaxed);
   if (role == Role::STOPS && gate.stop_at == name && !gate.stopped.exchange(true))
     while (!gate.opened) sleep_us(200);
+  if (role == Role::STOPS && gate.end_at == name) {
+    gate.ended = true;
+    while (!gate.over) sleep_us(200);
+  }
   if (role == Role::OPENS && gate.open_at == name && !gate.opened.exchange(true))
     while (!gate.ended) sleep_us(200);
   for (const Focus& focus : options.focus)
@@ -305,7 +313,7 @@ Plan make_plan(int64_t most_steps) {
       if (random.chance(p_pad)) call.pads[static_cast<size_t>(r)] = rows + random.between(0, 5);
     }
     // A source that pushes in waves waits for owners, so there all wait, or none.
-    if (layout[PUSH] != 0 && most > layout[RECV_ROWS]) std::fill(call.async.begin(), call.async.end(), call.async[0]);
+    if (layout[PUSH] != 0 && most > layout[RECV_ROWS] && p("mixed_waves", 0) == 0) std::fill(call.async.begin(), call.async.end(), call.async[0]);
     const auto guilty = static_cast<size_t>(random.below(ranks));
     if (burst > 0 || random.chance(p_abort)) {
       call.end = End::ABORTED;
@@ -492,7 +500,7 @@ class Rank {
   }
 
  private:
-  void say_what(const char* what) { places[rank_].what.store(what, std::memory_order_relaxed); }
+  void say_what(const char* what) { doing[rank_].what.store(what, std::memory_order_relaxed); }
   bool is(const std::vector<char>& flags) const { return flags[at_] != 0; }
 
   template <class Body>
@@ -523,7 +531,7 @@ class Rank {
     const int64_t tokens = call.tokens[at_], top_k = call.top_k[at_], width = call.hidden * itemsize(call.dtype);
     Random random{mix(options.seed, 2, call.id, rank_)};
     Group::DispatchInput input;
-    int64_t stride = random.chance(0.5) ? width : width + random.between(1, 40);
+    int64_t stride = width + (random.chance(0.5) ? 0 : random.between(1, 9) * itemsize(call.dtype));
     // x, in ordinary memory or in the window
     Buffer plain;
     char* x = nullptr;
@@ -731,7 +739,7 @@ class Rank {
     input.async = async;
     Buffer plain;
     std::shared_ptr<Mapping> hold;
-    int64_t stride = random.chance(0.6) ? width : width + random.between(1, 24);
+    int64_t stride = width + (random.chance(0.6) ? 0 : random.between(1, 9) * itemsize(call.y_dtype));
     char* y = nullptr;
     const auto failed = attempt([&] {
       if (round == 0 && is(call.y_in_window)) y = group_.rows_at(handle.data(), words, width, &hold);
@@ -916,7 +924,25 @@ void run_random() {
     return decision == 1;
   };
   std::atomic<int64_t> running{ranks};
-  std::vector<std::thread> threads;
+  std::vector<std::thread> threads, others;
+  // A second thread of each rank does what may be done beside a call.
+  if (options.number("others", 0) != 0)
+    for (int64_t r = 0; r < ranks; ++r)
+      others.emplace_back([&, r] {
+        Group& group = *groups[static_cast<size_t>(r)];
+        while (running > 0) {
+          int64_t slot = -1;
+          std::shared_ptr<Mapping> hold;
+          try {
+            char* x = group.take_stage(options.layout[MAX_TOKENS], options.layout[ROW_BYTES], &slot, &hold);
+            std::memset(x, GARBAGE, static_cast<size_t>(options.layout[MAX_TOKENS] * options.layout[ROW_BYTES]));
+            group.release_stage(slot);
+          } catch (const Failure& failure) {
+            if (failure.kind != FailureKind::WINDOW_BUSY) report("wrong", r, -1, failure.what());
+          }
+          sleep_us(300);
+        }
+      });
   for (int64_t r = 0; r < ranks; ++r)
     threads.emplace_back([&, r] {
       become(r);
@@ -924,14 +950,14 @@ void run_random() {
         Rank rank(plan, *groups[static_cast<size_t>(r)], r);
         int64_t step = 0;
         for (; step < steps && goes_on(step); ++step) {
-          places[r].step.store(step, std::memory_order_relaxed);
+          doing[r].step.store(step, std::memory_order_relaxed);
           rank.run(plan.steps[static_cast<size_t>(step)], step);
         }
-        places[r].step.store(step, std::memory_order_relaxed);
+        doing[r].step.store(step, std::memory_order_relaxed);
       } catch (const Failure& failure) {
         unexpected(failure);
       } catch (const std::exception& error) {
-        report("error", r, places[r].step, error.what());
+        report("error", r, doing[r].step, error.what());
       }
       --running;
     });
@@ -939,11 +965,12 @@ void run_random() {
   while (running > 0) {
     sleep_us(2000);
     int64_t sum = 0;
-    for (int64_t r = 0; r < ranks; ++r) sum += places[r].step.load(std::memory_order_relaxed);
+    for (int64_t r = 0; r < ranks; ++r) sum += doing[r].step.load(std::memory_order_relaxed);
     if (sum != last) last = sum, since = now_ns();
     if (static_cast<double>(now_ns() - since) * 1e-9 > options.watchdog) report("hang", -1, last / ranks, "no step for a long time");
   }
   for (auto& thread : threads) thread.join();
+  for (auto& thread : others) thread.join();
   Counters all{};
   for (const auto& group : groups) {
     all.dispatches += group->counters().dispatches;
@@ -952,8 +979,160 @@ void run_random() {
     all.waves += group->counters().waves;
     group->close();
   }
-  std::printf("ok steps=%ld dispatches=%ld combines=%ld pushes=%ld waves=%ld seconds=%.2f\n", places[0].step.load(), all.dispatches,
+  std::printf("ok steps=%ld dispatches=%ld combines=%ld pushes=%ld waves=%ld seconds=%.2f\n", doing[0].step.load(), all.dispatches,
               all.combines, all.pushes, all.waves, static_cast<double>(now_ns() - start) * 1e-9);
+}
+
+// A plan of one call in which every token of every rank goes to every expert: `id` says which numbers it carries.
+Plan one_call(int64_t id) {
+  const int64_t ranks = options.layout[WORLD_SIZE], tokens = options.layout[MAX_TOKENS], top_k = options.layout[TOP_K];
+  const auto each = static_cast<size_t>(ranks);
+  Plan plan;
+  for (int64_t i = 0; i <= id; ++i) {
+    Call call;
+    call.id = i;
+    call.hidden = call.y_hidden = options.layout[ROW_BYTES] / itemsize(Dtype::F32);
+    call.guilty = call.async = call.staged = call.bad_y = call.bad_sum = call.y_in_window = std::vector<char>(each, 0);
+    call.pads.assign(each, -1);
+    call.tokens.assign(each, tokens);
+    call.top_k.assign(each, top_k);
+    std::vector<int32_t> ids;
+    for (int64_t pair = 0; pair < tokens * top_k; ++pair) ids.push_back(static_cast<int32_t>(pair % options.layout[NUM_EXPERTS]));
+    call.ids.assign(each, ids);
+    plan.calls.push_back(std::move(call));
+  }
+  plan.steps = {{Do::SEND, {id}}, {Do::COMBINE, {id}}};
+  return plan;
+}
+
+// Rank 1 stops in the middle of a push. The others give it up and all make new groups, a new rank 1 among them; when the new rank 0
+// has the codes of all rows of its first call but hasn't read them, the old rank 1 goes on writing. On the same windows its rows
+// land in the new call, and no check before writing can close that race; new windows can't be reached by it.
+void run_rebuild(bool new_memory) {
+  const int64_t ranks = options.layout[WORLD_SIZE];
+  gate.stop_at = "push row";
+  gate.open_at = "take rows";
+  gate.end_at = "before gather";
+  const Windows first = new_windows();
+  const Plan old_plan = one_call(0);
+  std::vector<std::unique_ptr<Group>> groups;
+  for (int64_t r = 0; r < ranks; ++r) groups.push_back(new_group(r, options.layout, first, 0.3));
+  const auto once = [&](Group& group, const Plan& plan, int64_t rank) {
+    Group::DispatchInput input;
+    const Call& call = plan.calls.back();
+    const int64_t tokens = call.tokens[0], width = call.hidden * 4;
+    Buffer x(tokens * width);
+    for (int64_t t = 0; t < tokens; ++t) put_row(x.data() + t * width, call.dtype, call.hidden, row_key(X, call, rank, t, 0));
+    input.x = {x.data(), tokens, width, width};
+    input.hidden = call.hidden;
+    input.dtype = call.dtype;
+    input.idx = {call.ids[0].data(), false, tokens, call.top_k[0], call.top_k[0], 1};
+    const Group::Call guard(group, DISPATCH);
+    const auto sent = group.meet_dispatch(group.send_dispatch(input));
+    Buffer out(sent.rows * width);
+    std::vector<int64_t> handle(static_cast<size_t>(sent.handle_words));
+    group.receive_dispatch(sent, {out.data(), nullptr, nullptr}, handle.data());
+  };
+  std::vector<std::thread> old_ranks;
+  std::atomic<int64_t> lost{0};
+  for (int64_t r = 0; r < ranks; ++r)
+    old_ranks.emplace_back([&, r] {
+      become(r, r == 1 ? Role::STOPS : Role::PLAIN);
+      try {
+        once(*groups[static_cast<size_t>(r)], old_plan, r);
+      } catch (const Failure&) {
+        ++lost;
+      }
+    });
+  while (!gate.stopped || lost < ranks - 1) sleep_us(1000);
+  Layout next = options.layout;
+  next.p[GENERATION] += 1;
+  const Windows windows = new_memory ? new_windows() : first;
+  if (!new_memory)  // as clean as can be: it isn't what stands there that does the harm
+    for (const auto& window : windows) std::memset(window->address, 0, static_cast<size_t>(window->bytes));
+  // The first call that uses the slot of the one that never ended.
+  const int64_t id = options.layout[SLOTS];
+  const Plan plan = one_call(id);
+  std::vector<std::unique_ptr<Group>> new_groups;
+  for (int64_t r = 0; r < ranks; ++r)
+    new_groups.push_back(new_group(r, next, windows, options.timeout, static_cast<uint64_t>(id) + 1));
+  std::vector<std::thread> new_ranks;
+  for (int64_t r = 0; r < ranks; ++r)
+    new_ranks.emplace_back([&, r] {
+      become(r, r == 0 ? Role::OPENS : Role::PLAIN);
+      try {
+        Rank rank(plan, *new_groups[static_cast<size_t>(r)], r);
+        for (const Step& step : plan.steps) rank.run(step, 0);
+      } catch (const Failure& failure) {
+        unexpected(failure);
+      }
+    });
+  for (auto& thread : new_ranks) thread.join();
+  gate.over = true;
+  for (auto& thread : old_ranks) thread.join();
+  std::printf("ok steps=1 lost=%ld\n", lost.load());
+}
+
+// Rank 0 drops the handle of a call whose rows it has and goes on; rank 1 combines, and can only time out: its message must say
+// where rank 0 is.
+void run_owner_drops() {
+  const Windows windows = new_windows();
+  const Plan plan = one_call(1);
+  std::string told[2];
+  FailureKind kinds[2]{};
+  std::vector<std::thread> threads;
+  for (int64_t r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      become(r);
+      const auto group = new_group(r, options.layout, windows, r == 0 ? options.timeout : 0.3);
+      try {
+        Rank rank(plan, *group, r);
+        rank.run({Do::SEND, {0}}, 0);
+        throws_on = true;
+        rank.run({r == 0 ? Do::SEND : Do::COMBINE, {r == 0 ? 1 : 0}}, 1);
+      } catch (const Failure& failure) {
+        told[r] = failure.what();
+        kinds[r] = failure.kind;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  if (kinds[1] != FailureKind::PEER_TIMEOUT || told[1].find("nothing from rank 0") == std::string::npos ||
+      told[1].find("rank 0 was last seen in call 2") == std::string::npos)
+    report("wrong", 1, 1, "the source says: " + told[1]);
+  if (kinds[0] != FailureKind::PEER_LOST || told[0].find("rank 1 gave the group up in call 1") == std::string::npos)
+    report("wrong", 0, 1, "the owner says: " + told[0]);
+  std::printf("ok steps=2\n");
+}
+
+// Rank 0 waits in dispatch; another thread of it closes its group. Rank 1 comes then: what rank 0 had sent is good, and the next
+// call hears that it has left.
+void run_close() {
+  const Windows windows = new_windows();
+  const Plan plan = one_call(1);
+  std::vector<std::unique_ptr<Group>> groups;
+  for (int64_t r = 0; r < 2; ++r) groups.push_back(new_group(r, options.layout, windows, options.timeout));
+  const auto run = [&](int64_t r, int64_t id) {
+    std::optional<FailureKind> kind;
+    std::thread([&] {
+      become(r);
+      throws_on = true;
+      try {
+        Rank(plan, *groups[static_cast<size_t>(r)], r).run({Do::SEND, {id}}, id);
+      } catch (const Failure& failure) {
+        kind = failure.kind;
+      }
+    }).join();
+    return kind;
+  };
+  std::thread closes([&] {
+    sleep_us(20000);
+    groups[0]->close();
+  });
+  if (run(0, 0) != FailureKind::GROUP_CLOSED) report("wrong", 0, 0, "a call that its own close() should have ended");
+  closes.join();
+  if (run(1, 0)) report("wrong", 1, 0, "what a rank sent before it left wasn't taken");
+  if (run(1, 1) != FailureKind::PEER_LOST) report("wrong", 1, 1, "a call with a rank that has left");
+  std::printf("ok steps=2\n");
 }
 
 }  // namespace
@@ -986,5 +1165,11 @@ int main(int count, char** arguments) {
   options.watchdog = options.number("watchdog", 30);
   options.delay = options.number("delay", 0);
   dropped_rule = static_cast<int>(options.number("drop", 0));
-  run_random();
+  const std::string scenario = options.word("scenario", "random");
+  if (scenario == "random") run_random();
+  else if (scenario == "rebuild same") run_rebuild(false);
+  else if (scenario == "rebuild new") run_rebuild(true);
+  else if (scenario == "owner drops") run_owner_drops();
+  else if (scenario == "close") run_close();
+  else report("error", -1, 0, "no scenario " + scenario);
 }
