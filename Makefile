@@ -5,6 +5,7 @@
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute)
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
+#   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
 #   make test-long  the tests that take minutes or tens of GB
 #
 # TORCH="torch==2.14.0" picks another torch, with options of pip if need be; PYTHON=python3.12 another Python (3.10 or newer).
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-long bench bench-short lint format aarch64-check wheel clean setup
+.PHONY: demo test test-long bench bench-short lint format aarch64-check aarch64-test wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -68,10 +69,18 @@ format: $(VENV)/.ready
 AARCH64_CXX ?= aarch64-linux-gnu-g++
 aarch64-check:
 	@command -v $(AARCH64_CXX) >/dev/null || { echo "make: $(AARCH64_CXX) not found (Debian: apt-get install g++-aarch64-linux-gnu)"; exit 1; }
-	@for source in $(wildcard op_kernel/cpu/*.cpp) op_host/cpu/group.cpp op_host/cpu/pool.cpp op_host/cpu/window.cpp; do \
+	@for source in $(wildcard op_kernel/cpu/*.cpp) $(wildcard op_host/cpu/group*.cpp) op_host/cpu/pool.cpp op_host/cpu/window.cpp; do \
 	  $(AARCH64_CXX) -std=c++20 -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-psabi -c $$source -o /dev/null \
 	    && echo "aarch64: $$source compiles" || exit 1; \
 	done
+
+# Builds and computes the right values: that is all it shows. The emulator runs on this machine's memory, so a missing order
+# between two stores is no fault here; ThreadSanitizer looks for those.
+AARCH64_RUN ?= qemu-aarch64
+aarch64-test: $(VENV)/.ready
+	@command -v $(AARCH64_CXX) >/dev/null || { echo "make: $(AARCH64_CXX) not found (Debian: apt-get install g++-aarch64-linux-gnu)"; exit 1; }
+	@command -v $(AARCH64_RUN) >/dev/null || { echo "make: $(AARCH64_RUN) not found (Debian: apt-get install qemu-user)"; exit 1; }
+	$(BIN)/python tests/thread_ranks.py --cxx $(AARCH64_CXX) --flags=-static --under $(AARCH64_RUN)
 
 wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist

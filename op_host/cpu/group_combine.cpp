@@ -141,7 +141,10 @@ void Group::give_rows(const CombineInput& input) {
         at_point("cell body");
         flags_.store(cell + layout_[CELL_CODE], code);
       };
-      if (dropped(Rule::PAYLOAD_BEFORE_CELL_CODE)) tell();
+      if (dropped(Rule::PAYLOAD_BEFORE_CELL_CODE)) {
+        tell();
+        at_point("cell code");
+      }
       bool any = wave == 0;
       if (push) {
         // In the order of the source's own list: behind its pairs of smaller experts.

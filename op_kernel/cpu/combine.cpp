@@ -30,6 +30,7 @@ Acc weight_as(const RowKernels& kernels, const Weights& weights, int64_t token, 
 
 int64_t copy_rows(const RowKernels& kernels, const RowsView& y, int64_t begin, int64_t count, char* to, int64_t to_stride,
                   bool streaming, uint64_t line_code) {
+  if (count == 0) return 0;  // where there are no rows there may be no memory, and memcpy wants some
   const auto copy = streaming ? kernels.copy_streaming : kernels.copy;
   const char* from = y.data + begin * y.stride;
   if (line_code != 0) {

@@ -40,7 +40,10 @@ int64_t push_rows(const RowKernels& kernels, const Layout& layout, const Source&
       continue;
     }
     const bool last = (i + 1) % step == 0 || i + 1 == to.count;
-    if (dropped(Rule::PAYLOAD_BEFORE_ROW_FLAG) && last) flags.store(to.flags + i * to.flag_stride, to.code);
+    if (dropped(Rule::PAYLOAD_BEFORE_ROW_FLAG) && last) {
+      flags.store(to.flags + i * to.flag_stride, to.code);
+      at_point("row flag");
+    }
     copy(place, row, static_cast<size_t>(wire.pull_bytes));
     if (wire.weight_bytes != 0)
       std::memcpy(place + wire.weight_offset, from.weight_list + (first + i) * wire.weight_bytes,
