@@ -48,7 +48,9 @@ LIB.define(
     "dispatch_begin_raw(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag, SymInt pad_to,"
     " int align, int quant) -> Tensor"
 )
-LIB.define("dispatch_wait_raw(Tensor ticket, str group) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)")
+LIB.define(
+    "dispatch_wait_raw(Tensor ticket, str group) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)"
+)
 LIB.define("combine_begin_raw(Tensor y, Tensor handle, str group) -> Tensor")
 LIB.define("combine_wait_raw(Tensor ticket, Tensor? topk_weights, str group) -> Tensor")
 LIB.define("combine_raw(Tensor y, Tensor handle, Tensor? topk_weights, str group) -> Tensor")

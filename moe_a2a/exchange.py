@@ -112,8 +112,8 @@ class Dispatched:
 
     @property
     def offsets(self) -> Tensor:
-        """[E_local + 1] int32: first row of each local expert, and N; ``offsets[1:]`` is what F.grouped_mm takes. With ``align``
-        each is a multiple of it, so an expert's part has ``counts`` rows and then zero rows.
+        """[E_local + 1] int32: first row of each local expert, and N; ``offsets[1:]`` is what F.grouped_mm takes. With
+        ``align`` each is a multiple of it, so an expert's part has ``counts`` rows and then zero rows.
         """
         return self.handle.view.offsets
 
@@ -170,7 +170,7 @@ class PendingDispatch:
         """Receives the rows; a second call returns the same object.
 
         Raises:
-            HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`dispatch`, for what the call's peers did.
+            HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`dispatch`, for what the peers did.
         """
         if self._done is None:
             try:
@@ -216,9 +216,7 @@ class PendingCombine:
             except Exception as error:
                 self.group._check_open("moe_a2a.combine")
                 wrong = _wrong_tensor(topk_weights=self._weights)
-                native.raise_failure(
-                    error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}"
-                )
+                native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
             self._weights = None
         return self._done
 
@@ -334,8 +332,8 @@ def dispatch(
         topk_weights: [T, K] of a float type, any strides; travel with the rows when given. Must be given by all ranks or none.
         routing: the handle of an earlier dispatch on this group, whose routing is used again; topk_idx is None then. Every rank
             uses that of the same call. The handle needn't be open any more.
-        pad_to: M: the result has exactly M rows, so nothing in it depends on the routing. May differ between ranks. None: as many
-            as come.
+        pad_to: M: the result has exactly M rows, so nothing in it depends on the routing. May differ between ranks. None: as
+            many as come.
         align: the rows of each expert are padded to a multiple of this with zero rows. The same on all ranks.
         quantize: "int8" (a scale for each token) or "fp8_e4m3" (a scale for each 128 columns of a token): rows travel, and
             arrive, quantised. See :func:`quantize_rows` for what happens to NaN and infinity. The same on all ranks.
@@ -360,9 +358,7 @@ def dispatch(
         raw = group._exchange is None and not _wants_gradient(x, topk_weights)
         if routing is None and quantize is None and not async_op:
             if raw:
-                rows, weights, meta = _dispatch_raw(
-                    x, topk_idx, topk_weights, group.name, tag_id, pad, align
-                )
+                rows, weights, meta = _dispatch_raw(x, topk_idx, topk_weights, group.name, tag_id, pad, align)
             else:
                 rows, _, _, weights, meta = _dispatch(
                     x, topk_idx, topk_weights, group.name, tag_id, pad, align
@@ -455,7 +451,7 @@ def combine(
         if raw:
             return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
         out = _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)
-        return PendingCombine(group, None, None, out) if async_op else out  # type: ignore[no-any-return]
+        return PendingCombine(group, None, None, out) if async_op else out
     except errors.MoeA2AError:
         group._check_open("moe_a2a.combine")
         raise

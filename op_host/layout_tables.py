@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+from typing import Any
 
 from .layout import (
     CELL_BODY_WORDS,
@@ -35,7 +36,7 @@ from .layout import (
     window_layout,
 )
 
-EXAMPLE = {
+EXAMPLE: dict[str, Any] = {
     "world_size": 2,
     "num_experts": 8,
     "top_k": 2,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields, replace
 
-
 NEVER = 2**62  # bytes that no call has
 
 PROTOCOLS = ("auto", "push", "pull")

@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="NAME", action="append", help="this check, of any lane; may be repeated"
     )
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="checks at a time (default: 1)")
+    parser.add_argument("--jobs", metavar="N", type=int, help="checks at a time (default: ci 2, all 1)")
     parser.add_argument(
         "--limit", metavar="S", type=float, default=900.0, help="seconds a check may take (default: 900)"
     )
@@ -221,8 +221,10 @@ def main() -> int:
 
     start = time.monotonic()
     wrong: list[str] = []
+    # Checks of lane ci are small; one of lane all may need --memory.
+    jobs = max(1, arguments.jobs or (2 if all(check.lane == "ci" for check in checks) else 1))
     keep = arguments.keep.resolve() if arguments.keep else None
-    with ThreadPoolExecutor(max(1, arguments.jobs)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         outcomes = pool.map(lambda check: run_check(check, arguments.limit, arguments.memory, keep), checks)
         for check, outcome in zip(checks, outcomes, strict=True):
             as_expected = outcome.found == check.expect and outcome.way == check.way
