@@ -1013,7 +1013,7 @@ Plan one_call(int64_t id) {
 }
 
 // Rank 1 stops in the middle of a push. The others give it up and all make new groups, a new rank 1 among them; when the new
-// rank 0 has the codes of all rows of its first call but hasn't read them, the old rank 1 goes on writing. On the same windows its
+// rank 0 has the codes of all rows of its first call but has read none, the old rank 1 goes on writing. On the same windows its
 // rows land in the new call, and no check before writing can close that race; new windows can't be reached by it.
 void run_rebuild(bool new_memory) {
   const int64_t ranks = options.layout[WORLD_SIZE];
