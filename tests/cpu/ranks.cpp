@@ -2,8 +2,8 @@
 // and so that a rule of the protocol can be dropped (MOE_A2A_TEST_HOOKS) to see that the checks in here notice.
 //
 // All ranks run the same random sequence of operations, made from the seed before they start. What a rank should receive, and
-// what its sums should be, is worked out here with loops over all ranks' routing, from nothing but the numbers of the plan; it is
-// compared bit for bit. tests/test_threads_as_ranks.py builds and runs this.
+// what its sums should be, is worked out here with loops over all ranks' routing, from nothing but the numbers of the plan, and
+// compared bit for bit. tests/thread_ranks.py builds and runs this.
 //
 //   ranks params=4,0,2,... tiling=0,4000,... seed=1 steps=2000 drop=7 delay=0.2 focus=sum:0.3:2000
 //
@@ -313,7 +313,8 @@ Plan make_plan(int64_t most_steps) {
       if (random.chance(p_pad)) call.pads[static_cast<size_t>(r)] = rows + random.between(0, 5);
     }
     // A source that pushes in waves waits for owners, so there all wait, or none.
-    if (layout[PUSH] != 0 && most > layout[RECV_ROWS] && p("mixed_waves", 0) == 0) std::fill(call.async.begin(), call.async.end(), call.async[0]);
+    if (layout[PUSH] != 0 && most > layout[RECV_ROWS] && p("mixed_waves", 0) == 0)
+      std::fill(call.async.begin(), call.async.end(), call.async[0]);
     const auto guilty = static_cast<size_t>(random.below(ranks));
     if (burst > 0 || random.chance(p_abort)) {
       call.end = End::ABORTED;
@@ -389,7 +390,8 @@ Plan make_plan(int64_t most_steps) {
       plan.steps.push_back({Do::TAKE, {one_of(given)}});
     }
     const auto newest = static_cast<int64_t>(plan.calls.size()) - 1;
-    if (newest > slots && random.chance(0.02)) plan.steps.push_back({Do::LATE, {random.between(std::max<int64_t>(0, newest - 9), newest - slots)}});
+    if (newest > slots && random.chance(0.02))
+      plan.steps.push_back({Do::LATE, {random.between(std::max<int64_t>(0, newest - 9), newest - slots)}});
   }
   return plan;
 }
@@ -667,7 +669,8 @@ class Rank {
   // Where a wrong row comes from, when it is a row of an older call.
   std::string whose(const char* row, const Call& call) const {
     std::vector<char> want(static_cast<size_t>(call.hidden * itemsize(call.dtype)));
-    for (int64_t id = std::max<int64_t>(0, call.id - 60); id < static_cast<int64_t>(plan_.calls.size()) && id < call.id + 60; ++id) {
+    const int64_t end = std::min(call.id + 60, static_cast<int64_t>(plan_.calls.size()));
+    for (int64_t id = std::max<int64_t>(0, call.id - 60); id < end; ++id) {
       const Call& old = plan_.calls[static_cast<size_t>(id)];
       for (int64_t s = 0; s < options.layout[WORLD_SIZE]; ++s)
         for (int64_t t = 0; t < old.tokens[static_cast<size_t>(s)]; ++t) {
@@ -697,16 +700,18 @@ class Rank {
     }
     same("last offset", offsets[counts.size()], offset);
     const auto* matrix = reinterpret_cast<const int32_t*>(handle.data() + handle[w::MATRIX]);
-    for (int64_t s = 0; s < ranks; ++s)
-      for (int64_t e = 0; e < experts; ++e)
-        same("matrix", matrix[s * experts + e], std::count(call.ids[static_cast<size_t>(s)].begin(), call.ids[static_cast<size_t>(s)].end(), e));
+    for (int64_t s = 0; s < ranks; ++s) {
+      const auto& ids = call.ids[static_cast<size_t>(s)];
+      for (int64_t e = 0; e < experts; ++e) same("matrix", matrix[s * experts + e], std::count(ids.begin(), ids.end(), e));
+    }
     const auto* expert = reinterpret_cast<const int32_t*>(handle.data() + handle[w::EXPERT]);
     const auto* row = reinterpret_cast<const int32_t*>(handle.data() + handle[w::ROW]);
     std::vector<int32_t> want(static_cast<size_t>(tokens * top_k), -1);
     for (int64_t owner = 0; owner < ranks; ++owner) {
       const std::vector<Pair> theirs = received(call, owner);
       for (size_t i = 0; i < theirs.size(); ++i)
-        if (theirs[i].source == rank_) want[static_cast<size_t>(theirs[i].token * top_k + theirs[i].k)] = static_cast<int32_t>(i);
+        if (theirs[i].source == rank_)
+          want[static_cast<size_t>(theirs[i].token * top_k + theirs[i].k)] = static_cast<int32_t>(i);
     }
     for (size_t pair = 0; pair < want.size(); ++pair) {
       same("expert", expert[pair], call.ids[at_][pair]);
@@ -858,8 +863,8 @@ class Rank {
     const std::vector<int64_t>& handle = handles_[static_cast<size_t>(call.id)];
     const Group::Call guard(group_, COMBINE);
     if (!handle.empty())
-      expect(attempt([&] { group_.check_handle(handle.data(), static_cast<int64_t>(handle.size())); }), FailureKind::HANDLE_EXPIRED,
-             "an expired handle");
+      expect(attempt([&] { group_.check_handle(handle.data(), static_cast<int64_t>(handle.size())); }),
+             FailureKind::HANDLE_EXPIRED, "an expired handle");
     expect(attempt([&] { group_.check_pending_dispatch(group_.id(), epoch_of(call)); }), FailureKind::HANDLE_EXPIRED,
            "waiting for an expired dispatch");
     expect(attempt([&] { group_.check_pending_combine(group_.id(), epoch_of(call)); }), FailureKind::HANDLE_EXPIRED,
@@ -967,7 +972,8 @@ void run_random() {
     int64_t sum = 0;
     for (int64_t r = 0; r < ranks; ++r) sum += doing[r].step.load(std::memory_order_relaxed);
     if (sum != last) last = sum, since = now_ns();
-    if (static_cast<double>(now_ns() - since) * 1e-9 > options.watchdog) report("hang", -1, last / ranks, "no step for a long time");
+    if (static_cast<double>(now_ns() - since) * 1e-9 > options.watchdog)
+      report("hang", -1, last / ranks, "no step for a long time");
   }
   for (auto& thread : threads) thread.join();
   for (auto& thread : others) thread.join();
@@ -979,8 +985,8 @@ void run_random() {
     all.waves += group->counters().waves;
     group->close();
   }
-  std::printf("ok steps=%ld dispatches=%ld combines=%ld pushes=%ld waves=%ld seconds=%.2f\n", doing[0].step.load(), all.dispatches,
-              all.combines, all.pushes, all.waves, static_cast<double>(now_ns() - start) * 1e-9);
+  std::printf("ok steps=%ld dispatches=%ld combines=%ld pushes=%ld waves=%ld seconds=%.2f\n", doing[0].step.load(),
+              all.dispatches, all.combines, all.pushes, all.waves, static_cast<double>(now_ns() - start) * 1e-9);
 }
 
 // A plan of one call in which every token of every rank goes to every expert: `id` says which numbers it carries.
@@ -997,7 +1003,8 @@ Plan one_call(int64_t id) {
     call.tokens.assign(each, tokens);
     call.top_k.assign(each, top_k);
     std::vector<int32_t> ids;
-    for (int64_t pair = 0; pair < tokens * top_k; ++pair) ids.push_back(static_cast<int32_t>(pair % options.layout[NUM_EXPERTS]));
+    for (int64_t pair = 0; pair < tokens * top_k; ++pair)
+      ids.push_back(static_cast<int32_t>(pair % options.layout[NUM_EXPERTS]));
     call.ids.assign(each, ids);
     plan.calls.push_back(std::move(call));
   }
@@ -1005,9 +1012,9 @@ Plan one_call(int64_t id) {
   return plan;
 }
 
-// Rank 1 stops in the middle of a push. The others give it up and all make new groups, a new rank 1 among them; when the new rank 0
-// has the codes of all rows of its first call but hasn't read them, the old rank 1 goes on writing. On the same windows its rows
-// land in the new call, and no check before writing can close that race; new windows can't be reached by it.
+// Rank 1 stops in the middle of a push. The others give it up and all make new groups, a new rank 1 among them; when the new
+// rank 0 has the codes of all rows of its first call but has read none, the old rank 1 goes on writing. On the same windows its
+// rows land in the new call, and no check before writing can close that race; new windows can't be reached by it.
 void run_rebuild(bool new_memory) {
   const int64_t ranks = options.layout[WORLD_SIZE];
   gate.stop_at = "push row";
@@ -1104,8 +1111,8 @@ void run_owner_drops() {
   std::printf("ok steps=2\n");
 }
 
-// Rank 0 waits in dispatch; another thread of it closes its group. Rank 1 comes then: what rank 0 had sent is good, and the next
-// call hears that it has left.
+// Rank 0 waits in dispatch; another thread of it closes its group. Rank 1 comes then: what rank 0 had sent is good, and the
+// next call hears that it has left.
 void run_close() {
   const Windows windows = new_windows();
   const Plan plan = one_call(1);
@@ -1148,7 +1155,8 @@ int main(int count, char** arguments) {
     if (key == "focus")
       for (const std::string& one : split(value, ',')) {
         const auto parts = split(one, ':');
-        options.focus.push_back({parts.at(0), std::stod(parts.at(1)), std::stol(parts.at(2)), parts.size() > 3 ? std::stol(parts[3]) : -1});
+        const int64_t rank = parts.size() > 3 ? std::stol(parts[3]) : -1;
+        options.focus.push_back({parts.at(0), std::stod(parts.at(1)), std::stol(parts.at(2)), rank});
       }
   }
   const auto params = split(options.word("params", ""), ','), tiling = split(options.word("tiling", ""), ',');
