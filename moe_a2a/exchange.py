@@ -338,7 +338,8 @@ def dispatch(
         quantize: "int8" (a scale for each token) or "fp8_e4m3" (a scale for each 128 columns of a token): rows travel, and
             arrive, quantised. See :func:`quantize_rows` for what happens to NaN and infinity. The same on all ranks.
         async_op: return at once with an object whose ``wait()`` gives the result; x may be written again at once, unless it
-            came from ``group.empty``. Up to ``depth`` dispatches can be under way.
+            came from ``group.empty``. Up to ``depth`` dispatches can be under way. Use it on all ranks or none: ranks may
+            differ only while nothing is pushed in waves.
         tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch`` instead of each other's rows.
 
     Returns:

@@ -438,7 +438,8 @@ class EPGroup:
 
         It serves one dispatch, and must not be written again until the next dispatch on the group has returned (with
         asynchronous ones: until all ranks have waited for the dispatch): peers may be reading it. ``depth`` such tensors can
-        exist at once. In the formats portable and line rows are padded to 512 bytes, so the tensor isn't contiguous. On the collective transport it is an ordinary tensor.
+        exist at once. In the formats portable and line rows are padded to 512 bytes, so the tensor isn't contiguous. On
+        the collective transport it is an ordinary tensor.
 
         Args:
             num_tokens: T, at most max_tokens.

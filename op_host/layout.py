@@ -157,6 +157,7 @@ class RecordWord(enum.IntEnum):
     ROUTING_HI = 23
     READ_LO = 24  # the source reads nothing of calls up to this one any more
     READ_HI = 25
+    ASYNC = 26  # 1 when the source may wait for its rows later than the call
 
 
 class CellWord(enum.IntEnum):

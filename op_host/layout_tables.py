@@ -82,6 +82,7 @@ _MEANINGS = {
     "RecordWord.ROUTING_HI": "high 32 bits",
     "RecordWord.READ_LO": "the source reads no x of calls up to this one any more, low 32 bits",
     "RecordWord.READ_HI": "high 32 bits",
+    "RecordWord.ASYNC": "1 when this rank may wait for its rows later than the call",
     "CellWord.REASON": "refusal: number of the error",
     "CellWord.DTYPE": "y's dtype",
     "CellWord.HIDDEN": "y's H",

@@ -143,6 +143,13 @@ def test_what_was_never_waited_for_expires(pool: RankPool, setting: dict[str, An
         assert found["ticket"].startswith("HandleExpired") and "already" in found["ticket"]
 
 
+@ways("pull", "push")
+@pytest.mark.parametrize("rows", [5, 100])
+def test_async_on_some_ranks(pool: RankPool, setting: dict[str, Any], rows: int) -> None:
+    refused = "protocol" in setting and rows == 5
+    assert pool.run(3, cases.async_on_some_ranks, setting, rows) == ["mismatch" if refused else "rows"] * 3
+
+
 @ways()
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_aborts_among_calls_in_flight(pool: RankPool, setting: dict[str, Any], ranks: int) -> None:

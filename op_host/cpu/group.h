@@ -97,7 +97,7 @@ class Group {
     Quant quant = Quant::NONE;
     const int64_t* routing = nullptr;  // the handle of a dispatch whose routing is used again; idx is empty then
     int64_t routing_words = 0;
-    bool async = false;      // x is not looked at again after send_dispatch
+    bool async = false;      // x, unless it lies in the window, is not looked at again after send_dispatch
   };
   struct DispatchPlan {
     uint64_t epoch;
@@ -132,7 +132,7 @@ class Group {
     int64_t hidden = 0;
     const int64_t* handle = nullptr;
     int64_t handle_words = 0;
-    bool async = false;          // y is not looked at again after give_rows
+    bool async = false;          // y, unless it lies in the window, is not looked at again after give_rows
   };
   // Throws HandleExpired or GroupClosed before anything else. Inside a Call, like everything up to here.
   void check_handle(const int64_t* handle, int64_t words, const char* operation = "moe_a2a.combine") const;

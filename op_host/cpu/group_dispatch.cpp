@@ -141,6 +141,7 @@ void Group::judge(CallState& call) {
   call.base.resize(static_cast<size_t>(experts));
   call.totals.resize(static_cast<size_t>(ranks));
   const bool alone = dropped(Rule::REUSE_HAS_RECORDS) && call.header.routing != 0;
+  int64_t late = -1, prompt = -1;  // ranks that wait for their rows later, and at once
   for (int64_t s = 0; s < ranks; ++s) {
     const CallHeader header = s == rank_ || alone ? call.header : read_record(layout_, own(), s, epoch);
     if (header.kind == kind::ABORT)
@@ -155,6 +156,7 @@ void Group::judge(CallState& call) {
     const bool push = header.mode == static_cast<int32_t>(Mode::PUSH);
     call.flag_rows[at] = push ? header.flag_rows : -1;
     call.pads[at] = header.pad_to;
+    (header.async != 0 ? late : prompt) = s;
     call.sources[at] = {push ? nullptr : window(s) + header.x_offset, header.x_stride, header.tokens,
                         reinterpret_cast<const int32_t*>(window(s) + layout_.list_at(epoch)),
                         window(s) + layout_.weight_at(epoch)};
@@ -190,6 +192,12 @@ void Group::judge(CallState& call) {
     call.waves = std::max(call.waves, waves_for(total, layout_[RECV_ROWS]));
   }
   if (std::all_of(call.flag_rows.begin(), call.flag_rows.end(), [](int64_t rows) { return rows < 0; })) call.waves = 1;
+  // A wave is acknowledged by whoever receives it: a rank that receives later would hold up those that push to it now, and wait
+  // for them in its next call.
+  if (call.waves > 1 && late >= 0 && prompt >= 0)
+    return refuse(say("async_op is used on rank %ld and not on rank %ld, and rank %ld receives more rows than the window holds "
+                      "(max_recv_rows = %ld), which some rank pushes",
+                      late, prompt, std::distance(call.totals.begin(), std::max_element(call.totals.begin(), call.totals.end())), layout_[RECV_ROWS]));
   const int64_t local = local_end_ - local_begin_;
   call.local_counts.assign(static_cast<size_t>(local), 0);
   call.offsets.resize(static_cast<size_t>(local) + 1);
@@ -361,6 +369,7 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
   header.tag = input.tag;
   header.quant = static_cast<int32_t>(input.quant);
   header.pad_to = input.pad_to;
+  header.async = input.async ? 1 : 0;
   header.align = static_cast<int32_t>(input.align);
   if (input.routing != nullptr) header.routing = digest(call.matrix.data(), static_cast<int64_t>(call.matrix.size()));
 

@@ -119,6 +119,7 @@ enum RecordWord : int {
   ROUTING_HI = 23,
   READ_LO = 24,
   READ_HI = 25,
+  ASYNC = 26,
 };
 }
 namespace cell_word {

@@ -36,6 +36,7 @@ struct CallHeader {
   int32_t flag_rows;
   int64_t routing;
   uint64_t read;
+  int32_t async;
 };
 
 // The most whole UTF-8 characters of `text` that fit into `bytes`.

@@ -248,6 +248,42 @@ def expired_in_flight(ctx: RankContext, setting: dict[str, Any]) -> dict[str, st
     return found
 
 
+def async_on_some_ranks(ctx: RankContext, setting: dict[str, Any], rows: int) -> str:
+    """Rank 0 dispatches asynchronously and waits after its next dispatch, the others at once."""
+    group = ctx.fresh_group(
+        **setting,
+        num_experts=2,
+        top_k=1,
+        max_tokens=8,
+        hidden_size=8,
+        dtype=torch.float32,
+        max_recv_rows=rows,
+        timeout=5.0,
+        warmup_timeout=10.0,
+    )
+    step = Step((8,) * ctx.world_size, 1, 8, routing="round", rows="turn")
+    mine = make_inputs(step, ctx.rank, 2)
+    result = "rows"
+    for _ in range(3):
+        pending: Any = None
+        try:
+            pending = moe_a2a.dispatch(mine.x_TH, mine.idx_TK, group, async_op=ctx.rank == 0)
+        except errors.CallMismatch as error:
+            assert "async_op is used on rank 0" in str(error)
+            result = "mismatch"
+        try:
+            second = moe_a2a.dispatch(mine.x_TH, mine.idx_TK, group)
+            assert torch.equal(moe_a2a.combine(second.x, second), mine.x_TH)
+            if ctx.rank == 0:
+                pending = pending.wait()
+        except errors.CallMismatch as error:
+            assert "async_op is used on rank 0" in str(error)
+            result = "mismatch"
+        if result == "rows":
+            assert torch.equal(moe_a2a.combine(pending.x, pending), mine.x_TH)
+    return result
+
+
 def aborted_in_flight(ctx: RankContext, setting: dict[str, Any]) -> list[str]:
     """A call that a rank aborts between two that are under way; each says how it ended when it is waited for."""
     group = ctx.fresh_group(
