@@ -7,6 +7,7 @@ for the meeting and the memory, and never calls dispatch or combine of the produ
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,10 +62,42 @@ def to_torch(array: Any, dtype: torch.dtype) -> Tensor:
     """The same bits in a tensor."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(dtype)
-    return torch.from_numpy(array)
+    return torch.from_numpy(array).view(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- players
+
+
+@dataclass(frozen=True)
+class Spec(GroupSpec):
+    """Arguments of a group in which a rank is numpy.
+
+    Attributes:
+        push: whether the group has the regions for pushing; then each product rank pushes by chance, call by call, and so does
+            the numpy rank.
+        flag_rows: of the product's ranks; the numpy rank takes any.
+        always: push whenever the document allows it.
+        first_n: number of the first call.
+        largest_code: V.
+        sync: nobody calls asynchronously where others may not.
+    """
+
+    push: bool = False
+    flag_rows: int = 0
+    always: bool = False
+    first_n: int = 1
+    largest_code: int | None = None
+    sync: bool = False
+
+    def kwargs(self, world_size: int) -> dict[str, Any]:
+        tiling = {"flag_rows": self.flag_rows, "mix": 0 if self.always else 7} if self.push else None
+        return {
+            **super().kwargs(world_size),
+            "protocol": "push" if self.push else "pull",
+            "_tiling": tiling,
+            "_first_epoch": self.first_n,
+            "_code_max": self.largest_code,
+        }
 
 
 @dataclass(frozen=True)
@@ -76,20 +109,49 @@ class Turn:
         top_k: K of each rank; the document doesn't ask that they agree.
         tag: of the call.
         other: put x and y where the record says, and not where they are by default.
+        padding: rows of an expert are padded to a multiple of it.
+        pads: pad_to of each rank, None anywhere: as many rows as come.
+        quantize: None, "int8" or "fp8_e4m3".
+        like: the turn whose routing is used again.
     """
 
     step: Step
     top_k: tuple[int, ...]
     tag: int = 0
     other: bool = False
+    padding: int = 1
+    pads: tuple[int | None, ...] = ()
+    quantize: str | None = None
+    like: Turn | None = None
 
     def of(self, rank: int) -> Step:
         """The step as that rank has it."""
         return replace(self.step, top_k=self.top_k[rank])
 
+    def pad(self, rank: int) -> int | None:
+        """pad_to of that rank."""
+        return self.pads[rank] if self.pads else None
+
     def inputs(self, experts: int) -> list[Inputs]:
         """What every rank passes."""
-        return [make_inputs(self.of(rank), rank, experts) for rank in range(len(self.top_k))]
+        made = [make_inputs(self.of(rank), rank, experts) for rank in range(len(self.top_k))]
+        if self.like is None:
+            return made
+        routed = []
+        for mine, old in zip(made, self.like.inputs(experts), strict=True):
+            weights = mine.weights_TK
+            if weights is not None:
+                weights = weights.masked_fill(old.idx_TK < 0, float("nan"))
+            routed.append(Inputs(-mine.x_TH, old.idx_TK, weights))
+        return routed
+
+    def dispatch_weights(self, mine: Inputs) -> Tensor | None:
+        """The weights that travel."""
+        return mine.weights_TK if self.step.weigh in ("both", "dispatch") else None
+
+    def combine_weights(self, mine: Inputs) -> Tensor | None:
+        """The weights that are applied."""
+        return mine.weights_TK if self.step.weigh in ("both", "combine") else None
 
 
 @dataclass
@@ -106,6 +168,7 @@ class _Dispatched:
 
     x: Tensor
     weights: Tensor | None
+    scales: Tensor | None
     counts: Tensor
     offsets: Tensor
     handle: _Handle
@@ -120,23 +183,42 @@ class Player:
         self.rank = ctx.rank
         self.group = group
 
-    def dispatch(self, mine: Inputs, turn: Turn) -> Any:
-        """Dispatch with the weights that the turn's step sends."""
-        weights = mine.weights_TK if turn.step.weigh in ("both", "dispatch") else None
+    def begin(self, mine: Inputs, turn: Turn, like: Any = None, asynchronous: bool = True) -> Any:
+        """Start a dispatch with the weights that the turn's step sends; ``wait`` gives the result."""
         x_TH = mine.x_TH
         if turn.other:
-            x_TH = self.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
-            x_TH.copy_(mine.x_TH)
-        return moe_a2a.dispatch(x_TH, mine.idx_TK, self.group, weights, tag=turn.tag)
+            # With dispatches under way the tensors may all be in use.
+            with contextlib.suppress(moe_a2a.errors.WindowBusy):
+                x_TH = self.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
+                x_TH.copy_(mine.x_TH)
+        return moe_a2a.dispatch(
+            x_TH,
+            mine.idx_TK if turn.like is None else None,
+            self.group,
+            turn.dispatch_weights(mine),
+            routing=None if turn.like is None else like.handle,
+            pad_to=turn.pad(self.rank),
+            align=turn.padding,
+            quantize=turn.quantize,
+            async_op=asynchronous,  # type: ignore[call-overload]
+            tag=turn.tag,
+        )
+
+    def wait(self, begun: Any, mine: Inputs) -> Any:
+        """The result of a dispatch that was begun."""
+        return begun.wait()
+
+    def dispatch(self, mine: Inputs, turn: Turn, like: Any = None) -> Any:
+        """Dispatch."""
+        return self.begin(mine, turn, like, asynchronous=False)
 
     def combine(self, y_NH: Tensor, d: Any, mine: Inputs, turn: Turn) -> Tensor:
         """Combine with the weights that the turn's step applies."""
-        weights = mine.weights_TK if turn.step.weigh in ("both", "combine") else None
         if turn.other:
             slot_NH = d.empty_like_rows(y_NH.dtype, y_NH.shape[1])
             slot_NH.copy_(y_NH)
             y_NH = slot_NH
-        return moe_a2a.combine(y_NH, d.handle, weights)
+        return moe_a2a.combine(y_NH, d.handle, turn.combine_weights(mine))
 
     def abort(self, text: str) -> None:
         """Start a call with bad input."""
@@ -146,6 +228,10 @@ class Player:
     def refuse(self, d: Any, text: str) -> None:
         """Combine with an unusable y."""
         moe_a2a.combine(torch.zeros(len(d.x) + 1, d.x.shape[1]), d.handle)
+
+    def combine_badly(self, y_NH: Tensor, d: Any) -> None:
+        """Combine with unusable weights: the rows go out all the same."""
+        moe_a2a.combine(y_NH, d.handle, torch.ones(1, 99))
 
     def leave(self) -> None:
         """Close the group."""
@@ -157,30 +243,59 @@ class NumpyPlayer(Player):
 
     is_numpy = True
 
-    def __init__(self, ctx: RankContext, group: Any, node: NumpyRank) -> None:
+    def __init__(self, ctx: RankContext, group: Any, node: NumpyRank, spec: GroupSpec) -> None:
         super().__init__(ctx, group)
         self.node = node
+        self.rng = random.Random(ctx.rng.random())
+        self.always = isinstance(spec, Spec) and spec.always
 
-    def dispatch(self, mine: Inputs, turn: Turn) -> Any:
-        weights = mine.weights_TK if turn.step.weigh in ("both", "dispatch") else None
-        got = self.node.dispatch(
-            to_numpy(mine.x_TH),
-            mine.idx_TK.numpy(),
+    def _pushes(self) -> bool:
+        return self.node.sizes.push and (self.always or self.rng.random() < 0.5)
+
+    def begin(self, mine: Inputs, turn: Turn, like: Any = None, asynchronous: bool = True) -> Any:
+        weights = turn.dispatch_weights(mine)
+        x, scales = to_numpy(mine.x_TH), None
+        if turn.quantize is not None:
+            q_TH, scales = quantised(mine.x_TH, turn.quantize)
+            x = q_TH.view(torch.uint8).numpy()
+        pad = turn.pad(self.rank)
+        return self.node.begin(
+            x,
+            mine.idx_TK.numpy() if turn.like is None else None,
             None if weights is None else to_numpy(weights),
             code_of(mine.x_TH),
             code_of(weights),
             turn.tag,
             staged=turn.other,
+            push=not asynchronous and self._pushes(),
+            flag_rows=self.rng.choice([0, 0, 1, 3]),
+            padding=turn.padding,
+            pad=-1 if pad is None else pad,
+            quant=QUANTS[turn.quantize],
+            scales=scales,
+            routing=None if turn.like is None else like.handle.real,
         )
-        counts = torch.from_numpy(got.counts)
-        handle = got.handle
+
+    def wait(self, begun: Any, mine: Inputs) -> Any:
+        got = self.node.receive(begun)
+        counts, handle = torch.from_numpy(got.counts), got.handle
+        x_dtype, scales = mine.x_TH.dtype, None
+        if got.scales_NS is not None:
+            int8 = begun.record["QUANT"] == numpy_rank.INT8
+            x_dtype = torch.int8 if int8 else torch.float8_e4m3fn
+            scales = torch.from_numpy(got.scales_NS)
+            scales = scales[:, 0] if int8 else scales
+        padded = (counts + handle.align - 1) // handle.align * handle.align
+        weights = None
+        if got.weights_N is not None:
+            assert mine.weights_TK is not None
+            weights = to_torch(got.weights_N, mine.weights_TK.dtype)
         return _Dispatched(
-            x=to_torch(got.x_NH, mine.x_TH.dtype),
-            weights=None
-            if weights is None or got.weights_N is None
-            else to_torch(got.weights_N, weights.dtype),
+            x=to_torch(got.x_NH, x_dtype),
+            weights=weights,
+            scales=scales,
             counts=counts,
-            offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+            offsets=torch.nn.functional.pad(padded.cumsum(0), (1, 0)).int(),
             handle=_Handle(
                 send_count_matrix=torch.from_numpy(handle.counts_RE).int(),
                 num_tokens=int(handle.idx_TK.shape[0]),
@@ -189,8 +304,11 @@ class NumpyPlayer(Player):
             ),
         )
 
+    def dispatch(self, mine: Inputs, turn: Turn, like: Any = None) -> Any:
+        return self.wait(self.begin(mine, turn, like, asynchronous=False), mine)
+
     def combine(self, y_NH: Tensor, d: Any, mine: Inputs, turn: Turn) -> Tensor:
-        weights = mine.weights_TK if turn.step.weigh in ("both", "combine") else None
+        weights = turn.combine_weights(mine)
         out = self.node.combine(
             to_numpy(y_NH),
             d.handle.real,
@@ -198,6 +316,7 @@ class NumpyPlayer(Player):
             code_of(y_NH),
             code_of(weights),
             wide=turn.other,
+            push=self._pushes(),
         )
         return to_torch(out, y_NH.dtype)
 
@@ -207,8 +326,30 @@ class NumpyPlayer(Player):
     def refuse(self, d: Any, text: str) -> None:
         self.node.refuse(d.handle.real, text)
 
+    def combine_badly(self, y_NH: Tensor, d: Any) -> None:
+        self.node.combine(to_numpy(y_NH), d.handle.real, None, code_of(y_NH), push=self._pushes(), sums=False)
+
     def leave(self) -> None:
         self.node.leave()
+
+
+def quantised(x_TH: Tensor, quantize: str) -> tuple[Tensor, Any]:
+    """Finite rows in one byte a value, and their scales [T, S] for numpy; written once more, on purpose."""
+    width = {"int8": x_TH.shape[1], "fp8_e4m3": numpy_rank.SCALE_COLUMNS}[quantize]
+    limit = {"int8": 127.0, "fp8_e4m3": 448.0}[quantize]
+    x = x_TH.float().numpy()
+    blocks = range(0, x.shape[1], width)
+    scales = np.stack([np.abs(x[:, b : b + width]).max(1) / np.float32(limit) for b in blocks], 1)
+    spread = np.repeat(scales, width, axis=1)[:, : x.shape[1]]
+    with np.errstate(all="ignore"):
+        quotient = np.where(spread > 0, x / spread, np.float32(0))
+    if quantize == "int8":
+        return torch.from_numpy(np.rint(quotient).astype(np.int8)), scales.astype(np.float32)
+    return torch.from_numpy(quotient).to(torch.float8_e4m3fn), scales.astype(np.float32)
+
+
+QUANTS = {None: numpy_rank.NONE, "int8": numpy_rank.INT8, "fp8_e4m3": numpy_rank.FP8_E4M3}
+FORMATS = {"compact": numpy_rank.COMPACT, "portable": numpy_rank.PORTABLE, "line": numpy_rank.LINE}
 
 
 def sizes_of(spec: GroupSpec, world_size: int) -> Sizes:
@@ -222,6 +363,7 @@ def sizes_of(spec: GroupSpec, world_size: int) -> Sizes:
         row_bytes=spec.hidden * dtype_of(spec.dtype).itemsize,
         max_recv_rows=kwargs["max_recv_rows"],
         slots=spec.depth,
+        push=kwargs.get("protocol") == "push",
     )
 
 
@@ -230,12 +372,10 @@ def playing(
     ctx: RankContext,
     spec: GroupSpec,
     numpy_at: int,
-    first_n: int = 1,
-    largest_code: int | None = None,
     make: Callable[..., NumpyRank] = NumpyRank,
 ) -> Iterator[Player]:
     """A group of its own in which rank ``numpy_at`` is numpy."""
-    group = ctx.fresh_group(**spec.kwargs(ctx.world_size), _first_epoch=first_n, _code_max=largest_code)
+    group = ctx.fresh_group(**spec.kwargs(ctx.world_size))
     assert group.transport.name == "cpu-shm", group.transport.reason
     if ctx.rank != numpy_at:
         yield Player(ctx, group)
@@ -244,29 +384,38 @@ def playing(
         [window.view() for window in group._windows],
         ctx.rank,
         sizes_of(spec, ctx.world_size),
-        numpy_rank.COMPACT if spec.record_format == "compact" else numpy_rank.PORTABLE,
+        FORMATS[spec.record_format],
         timeout=spec.timeout,
-        largest_code=largest_code,
-        first_n=first_n,
+        largest_code=spec.largest_code if isinstance(spec, Spec) else None,
     )
     try:
-        yield NumpyPlayer(ctx, group, node)
+        yield NumpyPlayer(ctx, group, node, spec)
     finally:
         node.detach()
 
 
 # ------------------------------------------------------------------------------------------------------- many good steps
 
+# D a dispatch, B and W its halves (a rank may do all of it in B), A an asynchronous one on all ranks, C its combine, X dropped.
 BLOCKS = {
     2: ["D0 C0", "D0 D1 C0 C1", "D0 D1 C1 C0", "D0 X0", "D0 D1 X0 C1", "D0 D1 C0 X1"],
     3: ["D0 D1 D2 C1 C0 C2", "D0 D1 D2 C2 C1 C0", "D0 D1 C0 D2 C1 C2", "D0 D1 D2 X1 C0 C2"],
 }
+ASYNCHRONOUS = {
+    2: ["A0 A1 W0 W1 C0 C1", "A0 A1 W1 C1 W0 C0", "A0 A1 D2 W1 C1 C2"],
+    3: ["A0 A1 A2 W0 C0 W1 W2 C2 C1", "A0 A1 A2 W2 W0 W1 C1 C0 C2"],
+}
+EITHER = {
+    2: ["B0 D1 W0 C1 C0", "B0 B1 W0 W1 C1 C0", "D0 B1 C0 W1 C1"],
+    3: ["B0 B1 B2 W0 W1 C1 W2 C0 C2"],
+}
 
 
-def make_program(seed: int, depth: int, dispatches: int) -> list[str]:
+def make_program(seed: int, depth: int, dispatches: int, either: bool = True) -> list[str]:
     """At least that many dispatches: ``D3`` starts handle 3, ``C3`` combines it, ``X3`` drops it."""
     rng = random.Random(seed)
-    blocks = [block for size in range(2, depth + 1) for block in BLOCKS[size]]
+    kinds = [BLOCKS, ASYNCHRONOUS, EITHER] if either else [BLOCKS, ASYNCHRONOUS]
+    blocks = [block for kind in kinds for size in range(2, depth + 1) for block in kind[size]]
     program: list[str] = []
     first = 0
     while first < dispatches:
@@ -274,11 +423,11 @@ def make_program(seed: int, depth: int, dispatches: int) -> list[str]:
         for block in blocks:
             words = block.split()
             program += [f"{word[0]}{first + int(word[1:])}" for word in words]
-            first += sum(word[0] == "D" for word in words)
+            first = max(int(word[1:]) for word in program) + 1
     return program
 
 
-def make_turn(seed: int, spec: GroupSpec, world_size: int) -> Turn:
+def make_turn(seed: int, spec: GroupSpec, world_size: int, like: Turn | None = None) -> Turn:
     """Anything that the group can take; every rank makes the same."""
     rng = random.Random(seed)
     room = spec.hidden * dtype_of(spec.dtype).itemsize
@@ -314,7 +463,51 @@ def make_turn(seed: int, spec: GroupSpec, world_size: int) -> Turn:
         seed=seed,
     )
     tag = rng.choice([0, 1, -1, 2**31, -(2**63), rng.getrandbits(62)])
-    return Turn(step, top_k, tag, rng.random() < 0.4)
+    turn = Turn(
+        step,
+        top_k,
+        tag,
+        rng.random() < 0.4,
+        padding=rng.choice([1, 1, 1, 2, 5]),
+        quantize=rng.choice([None, None, "int8", "fp8_e4m3"]),
+    )
+    if like is not None:
+        turn = replace(turn, step=replace(step, tokens=like.step.tokens, drop=0.0), top_k=like.top_k, like=like)
+    if rng.random() < 0.3:
+        totals = rows_of(turn, spec.experts)
+        turn = replace(turn, pads=tuple(rng.choice([None, total, total + 3]) for total in totals))
+    return turn
+
+
+def matrix_of(turn: Turn, experts: int) -> Tensor:
+    """[R, E] the pairs that each rank has for each expert."""
+    idxs = [i.idx_TK for i in turn.inputs(experts)]
+    return torch.stack([reference.send_counts_reference(idx_TK, experts)[0] for idx_TK in idxs]).int()
+
+
+def padded_counts(counts: Tensor, padding: int) -> Tensor:
+    """Rows of each expert with its padding."""
+    return (counts + padding - 1) // padding * padding
+
+
+def rows_of(turn: Turn, experts: int) -> list[int]:
+    """Rows that each rank receives, with padding."""
+    counts_E = padded_counts(matrix_of(turn, experts).sum(0), turn.padding)
+    owners = reference.expert_owner(experts, len(turn.top_k))
+    return [int(counts_E[own.start : own.stop].sum()) for own in owners]
+
+
+def spread_rows(turn: Turn, rows: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """Put the oracle's rows where padding leaves them, with zeros between and behind."""
+    padded = padded_counts(counts, turn.padding)
+    pad = turn.pad(rank)
+    total = int(padded.sum()) if pad is None else pad
+    result = torch.zeros(total, *rows.shape[1:], dtype=rows.dtype)
+    from_row, to_row = 0, 0
+    for count, room in zip(counts.tolist(), padded.tolist(), strict=True):
+        result[to_row : to_row + count] = rows[from_row : from_row + count]
+        from_row, to_row = from_row + count, to_row + room
+    return result
 
 
 def check_dispatched(
@@ -325,16 +518,33 @@ def check_dispatched(
     weights: Any = [i.weights_TK for i in inputs]
     if turn.step.weight_dtype is None or turn.step.weigh == "combine":
         weights = None
-    want = reference.dispatch_reference([i.x_TH for i in inputs], idxs, experts, weights)[rank]
+    xs = [i.x_TH for i in inputs]
+    scales_N = None
+    if turn.quantize is not None:
+        pairs = [reference.quantize_rows_reference(x, turn.quantize) for x in xs]
+        xs = [q.view(torch.uint8) for q, _ in pairs]
+        scales = [s if s.dim() == 2 else s[:, None] for _, s in pairs]
+        scales_N = reference.dispatch_reference(scales, idxs, experts)[rank].x_NH
+    want = reference.dispatch_reference(xs, idxs, experts, weights)[rank]
     matrix_RE = torch.stack([reference.send_counts_reference(idx_TK, experts)[0] for idx_TK in idxs]).int()
     assert_bits(d.handle.send_count_matrix, matrix_RE, f"{what}: send-count matrix")
     assert_bits(d.counts, want.counts, f"{what}: counts")
-    assert_bits(d.offsets, want.offsets, f"{what}: offsets")
-    assert_bits(d.x, want.x_NH, f"{what}: rows")
+    ends = padded_counts(want.counts, turn.padding).cumsum(0)
+    assert_bits(d.offsets, torch.nn.functional.pad(ends, (1, 0)).int(), f"{what}: offsets")
+    x_NH = d.x
+    if turn.quantize is not None:
+        assert d.x.dtype == {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[turn.quantize], what
+        x_NH = d.x.view(torch.uint8)
+    assert_bits(x_NH, spread_rows(turn, want.x_NH, want.counts, rank), f"{what}: rows")
+    if scales_N is None:
+        assert d.scales is None, what
+    else:
+        scales_NS = spread_rows(turn, scales_N, want.counts, rank)
+        assert_bits(d.scales, scales_NS[:, 0] if turn.quantize == "int8" else scales_NS, f"{what}: scales")
     if want.weights_N is None:
         assert d.weights is None, f"{what}: weights came without having been sent"
     else:
-        assert_bits(d.weights, want.weights_N, f"{what}: weights")
+        assert_bits(d.weights, spread_rows(turn, want.weights_N, want.counts, rank), f"{what}: weights")
     assert (d.handle.num_tokens, d.handle.top_k) == tuple(idxs[rank].shape), what
 
 
@@ -347,9 +557,25 @@ def check_combined(
     weights: Any = [i.weights_TK for i in inputs]
     if step.weight_dtype is None or step.weigh == "dispatch":
         weights = None
-    xs = [i.x_TH.to(y_dtype) for i in inputs]
+    xs = [i.x_TH for i in inputs]
+    if turn.quantize is not None:
+        pairs = [reference.quantize_rows_reference(x, turn.quantize) for x in xs]
+        xs = [reference.dequantize_rows_reference(q, s) for q, s in pairs]
+    xs = [x.to(y_dtype) for x in xs]
     want = reference.moe_reference(xs, [i.idx_TK for i in inputs], weights, scale_expert, experts)[rank]
     assert_bits(out_TH, want, f"{what}: combined")
+
+
+def results_of(player: Player, d: Any, turn: Turn) -> Tensor:
+    """What this rank's experts make of the rows; rows behind them, which nobody looks at, are NaN."""
+    y_dtype = dtype_of(turn.step.y_dtype or turn.step.dtype)
+    N = int(d.offsets[-1])
+    x_NH = d.x[:N]
+    if turn.quantize is not None:
+        x_NH = moe_a2a.dequantize_rows(x_NH, d.scales[:N], y_dtype)
+    y_NH = run_experts(x_NH, d.offsets, player.group.local_experts, y_dtype)
+    behind = torch.full((len(d.x) - N, y_NH.shape[1]), float("nan"), dtype=y_dtype)
+    return torch.cat([y_NH, behind])
 
 
 def good_turn(player: Player, spec: GroupSpec, world_size: int, seed: int) -> None:
@@ -362,47 +588,62 @@ def good_turn(player: Player, spec: GroupSpec, world_size: int, seed: int) -> No
     inputs = turn.inputs(spec.experts)
     mine = inputs[player.rank]
     d = player.dispatch(mine, turn)
-    y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
-    out_TH = player.combine(y_NH, d, mine, turn)
+    out_TH = player.combine(results_of(player, d, turn), d, mine, turn)
     what = f"good turn {seed}, rank {player.rank}"
     check_dispatched(turn, d, inputs, spec.experts, player.rank, what)
     check_combined(turn, out_TH, inputs, spec.experts, player.rank, what)
 
 
-def many_steps(
-    ctx: RankContext,
-    spec: GroupSpec,
-    numpy_at: int,
-    dispatches: int,
-    seed: int,
-    first_n: int,
-    largest_code: int | None,
-) -> int:
-    """Run a program with random delays and nothing else that orders the ranks; then compare all of it."""
-    program = make_program(seed, spec.depth, dispatches)
-    count = sum(word[0] == "D" for word in program)
-    turns = [make_turn(1000 * seed + i, spec, ctx.world_size) for i in range(count)]
-    mine = [make_inputs(turn.of(ctx.rank), ctx.rank, spec.experts) for turn in turns]
+def make_turns(seed: int, program: list[str], spec: GroupSpec, world_size: int) -> dict[int, tuple[Turn, int]]:
+    """The turn of every dispatch, and the one whose routing it uses again or -1; the same on all ranks."""
+    rng = random.Random(seed)
+    turns: dict[int, tuple[Turn, int]] = {}
+    received: list[int] = []
+    for word in program:
+        i = int(word[1:])
+        if word[0] in "ABD":
+            again = rng.choice(received[-3:]) if received and rng.random() < 0.25 else -1
+            like = turns[again][0] if again >= 0 else None
+            turns[i] = make_turn(1000 * seed + i, spec, world_size, like), again
+        if word[0] in "DW":
+            received.append(i)
+    return turns
+
+
+def many_steps(ctx: RankContext, spec: Spec, numpy_at: int, dispatches: int, seed: int) -> dict[str, int]:
+    """Run a program with random delays and nothing else that orders the ranks; then compare all of it.
+
+    Returns how many combines there were, and of a product rank how often it pushed and how many waves there were.
+    """
+    program = make_program(seed, spec.depth, dispatches, not spec.sync)
+    turns = make_turns(seed, program, spec, ctx.world_size)
+    inputs = {i: turn.inputs(spec.experts) for i, (turn, _) in turns.items()}
+    begun: dict[int, Any] = {}
     opened: dict[int, Any] = {}
     outs: dict[int, Tensor] = {}
-    with playing(ctx, spec, numpy_at, first_n, largest_code) as player:
+    with playing(ctx, spec, numpy_at) as player:
         for word in program:
             i = int(word[1:])
+            turn, again = turns[i]
+            mine = inputs[i][ctx.rank]
             ctx.jitter(4)
-            if word[0] == "D":
-                opened[i] = player.dispatch(mine[i], turns[i])
+            if word[0] in "ABD":
+                like = opened[again] if again >= 0 else None
+                if word[0] == "A" or (word[0] == "B" and ctx.rng.random() < 0.5):
+                    begun[i] = player.begin(mine, turn, like)
+                else:
+                    opened[i] = player.dispatch(mine, turn, like)
+            elif word[0] == "W" and i in begun:
+                opened[i] = player.wait(begun[i], mine)
             elif word[0] == "C":
-                d = opened[i]
-                y_dtype = dtype_of(turns[i].step.y_dtype or turns[i].step.dtype)
-                y_NH = run_experts(d.x, d.offsets, player.group.local_experts, y_dtype)
-                outs[i] = player.combine(y_NH, d, mine[i], turns[i])
+                outs[i] = player.combine(results_of(player, opened[i], turn), opened[i], mine, turn)
         for i, d in opened.items():
-            inputs = turns[i].inputs(spec.experts)
             what = f"rank {ctx.rank} (numpy at {numpy_at}), {turns[i]}"
-            check_dispatched(turns[i], d, inputs, spec.experts, ctx.rank, what)
+            check_dispatched(turns[i][0], d, inputs[i], spec.experts, ctx.rank, what)
             if i in outs:
-                check_combined(turns[i], outs[i], inputs, spec.experts, ctx.rank, what)
-        return len(outs)
+                check_combined(turns[i][0], outs[i], inputs[i], spec.experts, ctx.rank, what)
+        stats = {} if player.is_numpy else player.group.stats()
+        return {"combined": len(outs), "pushes": stats.get("pushes", 0), "waves": stats.get("waves", 0)}
 
 
 # ------------------------------------------------------------------------------------------------------------- headers
@@ -663,7 +904,7 @@ def stale_code(
             d = player.dispatch(mine, turn)
             if n == 9 and ctx.rank == owner:
                 time.sleep(0.3)
-            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            y_NH = results_of(player, d, turn)
             out_TH = player.combine(y_NH, d, mine, turn)
             what = f"call {n} on rank {ctx.rank}"
             compared = caught(partial(check_combined, turn, out_TH, inputs, spec.experts, ctx.rank, what))
@@ -718,7 +959,7 @@ def goes_after_its_part(ctx: RankContext, spec: GroupSpec, numpy_at: int, leaver
         inputs = turn.inputs(spec.experts)
         mine = inputs[ctx.rank]
         d = player.dispatch(mine, turn)
-        y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+        y_NH = results_of(player, d, turn)
         if ctx.rank == leaver and where == "dispatch":
             player.leave()
             return
@@ -830,7 +1071,7 @@ def broken(
         def whole_step() -> None:
             d = player.dispatch(mine, turn)
             check_dispatched(turn, d, inputs, spec.experts, ctx.rank, fault)
-            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            y_NH = results_of(player, d, turn)
             out_TH = player.combine(y_NH, d, mine, turn)
             check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, fault)
 
@@ -841,7 +1082,7 @@ def broken(
             if repair_after is not None and not in_cell:
                 time.sleep(repair_after)
                 node.repair()
-            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            y_NH = results_of(player, d, turn)
             # In a fault of the dispatch the product never comes to combine.
             error = caught(partial(player.combine, y_NH, d, mine, turn)) if in_cell or repair_after else None
             if repair_after is not None and in_cell:
@@ -906,7 +1147,7 @@ def wrong_contents(ctx: RankContext, spec: GroupSpec, numpy_at: int, wrong: str)
             inputs.append(replace(made, idx_TK=torch.full_like(made.idx_TK, target)))
         mine = inputs[ctx.rank]
         d = player.dispatch(mine, turn)
-        y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+        y_NH = results_of(player, d, turn)
         out_TH = player.combine(y_NH, d, mine, turn) if wrong != "counts" else None
         what = f"{wrong}, rank {ctx.rank}"
 
