@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -472,7 +473,9 @@ def make_turn(seed: int, spec: GroupSpec, world_size: int, like: Turn | None = N
         quantize=rng.choice([None, None, "int8", "fp8_e4m3"]),
     )
     if like is not None:
-        turn = replace(turn, step=replace(step, tokens=like.step.tokens, drop=0.0), top_k=like.top_k, like=like)
+        turn = replace(
+            turn, step=replace(step, tokens=like.step.tokens, drop=0.0), top_k=like.top_k, like=like
+        )
     if rng.random() < 0.3:
         totals = rows_of(turn, spec.experts)
         turn = replace(turn, pads=tuple(rng.choice([None, total, total + 3]) for total in totals))
@@ -594,7 +597,9 @@ def good_turn(player: Player, spec: GroupSpec, world_size: int, seed: int) -> No
     check_combined(turn, out_TH, inputs, spec.experts, player.rank, what)
 
 
-def make_turns(seed: int, program: list[str], spec: GroupSpec, world_size: int) -> dict[int, tuple[Turn, int]]:
+def make_turns(
+    seed: int, program: list[str], spec: GroupSpec, world_size: int
+) -> dict[int, tuple[Turn, int]]:
     """The turn of every dispatch, and the one whose routing it uses again or -1; the same on all ranks."""
     rng = random.Random(seed)
     turns: dict[int, tuple[Turn, int]] = {}
@@ -658,9 +663,10 @@ def headers(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Any:
         node, R = player.node, range(ctx.world_size)
         end = node.at.total_bytes
         rest = [bool(node._bytes(q, 72, 4096 - 72).any()) for q in R]
-        unwritten = [bool(node._bytes(q, 4096, end - 4096).any()) for q in R]
+        counters = [node._bytes(q, 4096, 24).view("<i8").tolist() for q in R]
+        unwritten = [bool(node._bytes(q, 4096 + 24, end - 4096 - 24).any()) for q in R]
         sizes = [len(window.view()) for window in player.group._windows]
-        found = [node.header(q) for q in R], sizes, rest, unwritten, end
+        found = [node.header(q) for q in R], sizes, rest, unwritten, counters, end
         ctx.barrier()
         return found
 
@@ -708,31 +714,55 @@ def long_abort(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Caught | Non
 
 def mismatch(ctx: RankContext, spec: GroupSpec, numpy_at: int, what: str) -> Caught | None:
     """Rank 0 and the others differ in one thing; a good step follows."""
-    step = Step((4,) * ctx.world_size, 2, 8, "float32", "float32", rows="random")
-    tag = 11
-    if ctx.rank == 0:
-        if what == "tag":
-            tag = 11 + 2**40
-        elif what == "weights":
-            step = replace(step, weight_dtype=None)
-        elif what == "rows":
-            pass
-        else:
-            changes: dict[str, dict[str, Any]] = {
-                "H": {"hidden": 6},
-                "dtype": {"dtype": "bfloat16"},
-                "weight dtype": {"weight_dtype": "float64"},
-            }
-            step = replace(step, **changes[what])
-    if what == "rows":
-        step = replace(
-            step, tokens=(spec.max_tokens,) * ctx.world_size, routing="one", target=spec.experts - 1
-        )
+    R = ctx.world_size
+    turn = Turn(Step((4,) * R, 2, 8, "float32", "float32", rows="random"), (2,) * R, tag=11)
+    changes: dict[str, dict[str, Any]] = {
+        "H": {"hidden": 6},
+        "dtype": {"dtype": "bfloat16"},
+        "weight dtype": {"weight_dtype": "float64"},
+        "weights": {"weight_dtype": None},
+    }
     with playing(ctx, spec, numpy_at) as player:
-        turn = Turn(step, (2,) * ctx.world_size, tag)
-        mine = make_inputs(step, ctx.rank, spec.experts)
-        error = caught(partial(player.dispatch, mine, turn))
-        good_turn(player, spec, ctx.world_size, 1)
+        # The ranks have two routings, one of which they may use again.
+        old = [replace(turn, step=replace(turn.step, seed=seed)) for seed in (5, 6)]
+        handles = [player.dispatch(t.inputs(spec.experts)[ctx.rank], t) for t in old]
+        like = None
+        if what == "other routing":
+            like = int(ctx.rank == 0)
+        elif ctx.rank == 0:
+            if what in changes:
+                turn = replace(turn, step=replace(turn.step, **changes[what]))
+            elif what == "routing":
+                like = 0
+            else:
+                other = {
+                    "tag": {"tag": 11 + 2**40},
+                    "align": {"padding": 4},
+                    "quantize": {"quantize": "int8"},
+                }
+                turn = replace(turn, **other[what])
+        if like is not None:
+            turn = replace(turn, like=old[like])
+        mine = turn.inputs(spec.experts)[ctx.rank]
+        error = caught(partial(player.dispatch, mine, turn, None if like is None else handles[like]))
+        good_turn(player, spec, R, 1)
+        return error
+
+
+def pads(ctx: RankContext, spec: GroupSpec, numpy_at: int, pad: int, padding: int) -> Caught | None:
+    """All rows go to the last rank, which wants ``pad`` of them at most; a good step follows."""
+    R = ctx.world_size
+    step = Step((spec.max_tokens,) * R, 2, 8, routing="one", target=spec.experts - 1, rows="random")
+    turn = Turn(step, (2,) * R, padding=padding, pads=(*[0] * (R - 1), pad))
+    inputs = turn.inputs(spec.experts)
+    with playing(ctx, spec, numpy_at) as player:
+
+        def call() -> None:
+            d = player.dispatch(inputs[ctx.rank], turn)
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, f"rank {ctx.rank}")
+
+        error = caught(call)
+        good_turn(player, spec, R, 1)
         return error
 
 
@@ -815,46 +845,43 @@ def expired(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[Caught | N
 def waits_out(
     ctx: RankContext, spec: GroupSpec, numpy_at: int, late: int, make: Callable[..., NumpyRank] = NumpyRank
 ) -> str:
-    """Call 2 is aborted by rank ``late``, call 3 by the other, and ``late`` takes its time in between.
+    """Calls 2 to 6 are aborted by the one rank while ``late`` takes its time before call 2.
 
-    So nobody has returned from call 2 or 3 with all records seen, and the record of call 4 goes where a peer may
-    still have to read that of call 2. Returns what went wrong in calls 3 and 4.
+    The record of call 6 goes where that of call 2 is, which ``late`` hasn't read. Returns what went wrong afterwards.
     """
     with playing(ctx, spec, numpy_at, make=make) as player:
         good_turn(player, spec, ctx.world_size, 1)
         turn = Turn(Step((4,) * ctx.world_size, 2, 4, routing="any"), (2,) * ctx.world_size)
         call = partial(player.dispatch, make_inputs(turn.step, ctx.rank, spec.experts), turn)
-        abort = partial(player.abort, TEXT)
+        wrong = ""
         if ctx.rank == late:
-            caught(abort)
             time.sleep(0.3)
             if isinstance(player, NumpyPlayer):
-                for n in (2, 3):
-                    assert player.node._came(n, 1 - late), f"the record of call {n} is not there any more"
-            third = caught(call)
-            if third is None or "PeerAborted" not in third.kinds:
-                ctx.barrier()
-                return str(third)
+                came = [player.node._came(n, 1 - late) for n in (2, 3, 4)]
+                assert came == [True, True, False], came
+            for n in range(2, 7):
+                error = caught(call)
+                if error is None or "PeerAborted" not in error.kinds:
+                    wrong = wrong or f"call {n}: {error}"
         else:
-            error = caught(call)
-            assert error is not None and "PeerAborted" in error.kinds, error
-            caught(abort)
-        fourth = caught(partial(good_turn, player, spec, ctx.world_size, 2))
+            for _ in range(2, 7):
+                caught(partial(player.abort, TEXT))
+        last = caught(partial(good_turn, player, spec, ctx.world_size, 2))
         ctx.barrier()
-        return "" if fourth is None else str(fourth)
+        return wrong or ("" if last is None else str(last))
 
 
 class HastyRank(NumpyRank):
     """A numpy rank that doesn't wait out the records of a call that has ended."""
 
-    def _wait_out(self) -> None:
-        pass
+    def _end_old_call(self, old: int) -> None:
+        self._open.discard(old)
 
 
 class ForgetfulRank(NumpyRank):
     """A numpy rank that leaves the codes of the lap before in their cells."""
 
-    def _clear_cells(self) -> None:
+    def _clear_slot(self) -> None:
         pass
 
 
@@ -873,7 +900,7 @@ def stale_code(
     """
     empty = Turn(Step((2,) * ctx.world_size, 1, 4, weight_dtype=None, drop=1.0), (1,) * ctx.world_size)
     owner = 1 - aborting
-    with playing(ctx, spec, numpy_at, largest_code=6, make=make) as player:
+    with playing(ctx, spec, numpy_at, make=make) as player:
         for n in range(1, 10):
             if n == 7:
                 mine = make_inputs(empty.step, ctx.rank, spec.experts)
@@ -911,6 +938,174 @@ def stale_code(
             assert compared is None or n == 9, compared
         ctx.barrier()
         return compared
+
+
+# -------------------------------------------------------------------------------------------------------- ends of waves
+
+
+def ends_in_waves(
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, who: int, how: str
+) -> list[Caught | None]:
+    """A combine that takes several waves, in which ``who`` refuses its y or has bad weights; good steps follow. Twice."""
+    R = ctx.world_size
+    step = Step((spec.max_tokens,) * R, 2, 4, weight_dtype=None, routing="round", rows="random")
+    turn = Turn(step, (2,) * R)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[ctx.rank]
+    found = []
+    with playing(ctx, spec, numpy_at) as player:
+        for _ in range(2):
+            d = player.dispatch(mine, turn)
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, how)
+            y_NH = results_of(player, d, turn)
+            ctx.jitter(10)
+            if ctx.rank != who:
+                out: list[Tensor] = []
+                found.append(
+                    caught(lambda y=y_NH, d=d, out=out: out.append(player.combine(y, d, mine, turn)))
+                )
+                if out:
+                    check_combined(turn, out[0], inputs, spec.experts, ctx.rank, how)
+            elif how == "refuses":
+                found.append(caught(partial(player.refuse, d, TEXT)))
+            else:
+                found.append(caught(partial(player.combine_badly, y_NH, d)))
+            good_turn(player, spec, R, 1)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- several under way
+
+
+def abort_under_way(ctx: RankContext, spec: GroupSpec, numpy_at: int, aborting: int) -> list[Caught | None]:
+    """Dispatch 1 is under way while call 2 is aborted; dispatch 3 ends dispatch 1 unreceived. Returns the errors of both."""
+    R = ctx.world_size
+    turn = Turn(Step((4,) * R, 2, 4, routing="any", rows="random"), (2,) * R)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[ctx.rank]
+    with playing(ctx, spec, numpy_at) as player:
+        for take_first in (True, False):
+            first = player.begin(mine, turn)
+            if ctx.rank == aborting:
+                second = caught(partial(player.abort, TEXT))
+            else:
+                begun = player.begin(mine, turn)
+                second = caught(partial(player.wait, begun, mine))
+            if take_first:
+                d = player.wait(first, mine)
+                check_dispatched(turn, d, inputs, spec.experts, ctx.rank, "under way")
+            good_turn(player, spec, R, 1)
+        late = caught(partial(player.wait, first, mine))
+        good_turn(player, spec, R, 2)
+        return [second, late]
+
+
+def read_words(ctx: RankContext, spec: GroupSpec, numpy_at: int, lie: int) -> list[bool]:
+    """What a product rank may write again while the numpy rank hasn't received: returns which ``empty`` it got.
+
+    After calls 1 and 2, which the numpy rank has begun only, twice; and after call 3, before which it has received them.
+    """
+
+    class LyingRank(NumpyRank):
+        def _send_record(self, words: dict[str, int], payload: bytes) -> None:
+            super()._send_record(words if not lie else {**words, **numpy_rank.both("READ", lie)}, payload)
+
+    turn = Turn(Step((3,) * 2, 2, 4, weight_dtype=None, routing="round", rows="random"), (2,) * 2)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[ctx.rank]
+    got = []
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+
+        def empty() -> Tensor | None:
+            with contextlib.suppress(moe_a2a.errors.WindowBusy):
+                x_TH: Tensor = player.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
+                return x_TH
+            return None
+
+        if isinstance(player, NumpyPlayer):
+            begun = [player.begin(mine, turn), player.begin(mine, turn)]
+            ctx.barrier()
+            for call in begun:
+                d = player.wait(call, mine)
+                check_dispatched(turn, d, inputs, spec.experts, ctx.rank, "READ")
+            player.dispatch(mine, turn)
+            return []
+        for _ in range(2):
+            x_TH = empty()
+            assert x_TH is not None
+            x_TH.copy_(mine.x_TH)
+            moe_a2a.dispatch(x_TH, mine.idx_TK, player.group)
+            del x_TH
+        kept = [empty(), empty()]
+        got += [x_TH is not None for x_TH in kept]
+        del kept
+        ctx.barrier()
+        player.dispatch(mine, turn)
+        kept = [empty(), empty()]
+        got += [x_TH is not None for x_TH in kept]
+        return got
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+def progress_of(player: Player) -> tuple[int, int, int]:
+    """EPOCH, PHASE and VERDICT of a rank's own window."""
+    epoch, phase, verdict = struct.unpack_from("<3q", player.group._windows[player.rank].view(), 4096)
+    return epoch, phase, verdict
+
+
+def verdicts(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[tuple[str, int, int, int]]:
+    """Every way out of a call with two ranks: (name, how far EPOCH went, PHASE, VERDICT) of the product rank."""
+    R, product = 2, 1 - numpy_at
+    found: list[tuple[str, int, int, int]] = []
+    good = Turn(Step((4,) * R, 2, 4, routing="round", rows="random"), (2,) * R)
+    mine = good.inputs(spec.experts)[ctx.rank]
+    with playing(ctx, spec, numpy_at) as player:
+
+        def note(name: str, action: Callable[[], object]) -> None:
+            before = progress_of(player)[0]
+            caught(action)
+            epoch, phase, verdict = progress_of(player)
+            found.append((name, epoch - before, phase, verdict))
+
+        def dispatch(turn: Turn = good, like: Any = None) -> Callable[[], Any]:
+            return partial(player.dispatch, turn.inputs(spec.experts)[ctx.rank], turn, like)
+
+        def either(here: Callable[[], object], there: Callable[[], object]) -> Callable[[], object]:
+            return here if ctx.rank == product else there
+
+        opened: list[Any] = []
+        note("good", lambda: opened.append(dispatch()()))
+        d = opened[0]
+        note("good combine", lambda: player.combine(d.x, d, mine, good))
+        note("combined twice", lambda: player.combine(d.x, d, mine, good))
+        note("good again", dispatch())
+        note("own abort", either(lambda: player.abort(TEXT), dispatch()))
+        note("own abort, no tensor", either(lambda: moe_a2a.dispatch("x", None, player.group), dispatch()))  # type: ignore
+        note("peer's abort", either(dispatch(), lambda: player.abort(TEXT)))
+        note("mismatch", dispatch(replace(good, tag=ctx.rank)))
+        note("pad", dispatch(replace(good, pads=(1, 1))))
+        d = dispatch()()
+        note(
+            "refusal of a peer",
+            either(lambda: player.combine(d.x, d, mine, good), lambda: player.refuse(d, TEXT)),
+        )
+        d = dispatch()()
+        note(
+            "own refusal", either(lambda: player.refuse(d, TEXT), lambda: player.combine(d.x, d, mine, good))
+        )
+        d = dispatch()()
+        note("bad weights", lambda: player.combine_badly(d.x, d))
+        begun = [player.begin(mine, good) for _ in range(spec.depth + 1)]
+        note("expired", lambda: player.wait(begun[0], mine))
+        note("the last of them", lambda: player.wait(begun[-1], mine))
+        if ctx.rank == numpy_at:
+            player.leave()
+        else:
+            note("left", dispatch())
+            note("after the end", dispatch())
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- ends
