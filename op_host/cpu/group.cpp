@@ -164,6 +164,7 @@ std::string Group::last_seen(int64_t peer) const {
 }
 
 void Group::lose(const Loss& loss, uint64_t epoch, phase::Phase where) {
+  write_verdict(layout_, own(), static_cast<int32_t>(loss.kind));
   if (loss.kind == FailureKind::GROUP_CLOSED) throw Failure(loss.kind, loss.text);  // peers will read LEFT
   for (int64_t peer : all_peers_)
     write_status(layout_, window(peer), rank_, status::POISON, static_cast<int32_t>(loss.kind), loss.who, epoch, where);

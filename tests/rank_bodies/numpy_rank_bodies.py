@@ -712,41 +712,42 @@ def long_abort(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Caught | Non
         return error
 
 
-def mismatch(ctx: RankContext, spec: GroupSpec, numpy_at: int, what: str) -> Caught | None:
-    """Rank 0 and the others differ in one thing; a good step follows."""
+def mismatches(ctx: RankContext, spec: GroupSpec, numpy_at: int, whats: Sequence[str]) -> list[Caught | None]:
+    """Rank 0 and the others differ in one thing after the other; a good step follows each."""
     R = ctx.world_size
-    turn = Turn(Step((4,) * R, 2, 8, "float32", "float32", rows="random"), (2,) * R, tag=11)
-    changes: dict[str, dict[str, Any]] = {
+    usual = Turn(Step((4,) * R, 2, 8, "float32", "float32", rows="random"), (2,) * R, tag=11)
+    of_step: dict[str, dict[str, Any]] = {
         "H": {"hidden": 6},
         "dtype": {"dtype": "bfloat16"},
         "weight dtype": {"weight_dtype": "float64"},
         "weights": {"weight_dtype": None},
     }
+    of_turn: dict[str, dict[str, Any]] = {
+        "tag": {"tag": 11 + 2**40},
+        "align": {"padding": 4},
+        "quantize": {"quantize": "int8"},
+    }
+    found = []
     with playing(ctx, spec, numpy_at) as player:
         # The ranks have two routings, one of which they may use again.
-        old = [replace(turn, step=replace(turn.step, seed=seed)) for seed in (5, 6)]
-        handles = [player.dispatch(t.inputs(spec.experts)[ctx.rank], t) for t in old]
-        like = None
-        if what == "other routing":
-            like = int(ctx.rank == 0)
-        elif ctx.rank == 0:
-            if what in changes:
-                turn = replace(turn, step=replace(turn.step, **changes[what]))
-            elif what == "routing":
-                like = 0
-            else:
-                other = {
-                    "tag": {"tag": 11 + 2**40},
-                    "align": {"padding": 4},
-                    "quantize": {"quantize": "int8"},
-                }
-                turn = replace(turn, **other[what])
-        if like is not None:
-            turn = replace(turn, like=old[like])
-        mine = turn.inputs(spec.experts)[ctx.rank]
-        error = caught(partial(player.dispatch, mine, turn, None if like is None else handles[like]))
-        good_turn(player, spec, R, 1)
-        return error
+        old = [replace(usual, step=replace(usual.step, seed=seed)) for seed in (5, 6)]
+        handles = [player.dispatch(turn.inputs(spec.experts)[ctx.rank], turn) for turn in old]
+        for what in whats:
+            turn, again = usual, None
+            if what == "other routing":
+                again = int(ctx.rank == 0)
+            elif what == "routing" and ctx.rank == 0:
+                again = 0
+            elif ctx.rank == 0:
+                changed = replace(turn.step, **of_step.get(what, {}))
+                turn = replace(turn, step=changed, **of_turn.get(what, {}))
+            if again is not None:
+                turn = replace(turn, like=old[again])
+            mine = turn.inputs(spec.experts)[ctx.rank]
+            like = None if again is None else handles[again]
+            found.append(caught(partial(player.dispatch, mine, turn, like)))
+            good_turn(player, spec, R, 1)
+    return found
 
 
 def pads(ctx: RankContext, spec: GroupSpec, numpy_at: int, pad: int, padding: int) -> Caught | None:
@@ -944,9 +945,9 @@ def stale_code(
 
 
 def ends_in_waves(
-    ctx: RankContext, spec: GroupSpec, numpy_at: int, who: int, how: str
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, cases: Sequence[tuple[int, str]]
 ) -> list[Caught | None]:
-    """A combine that takes several waves, in which ``who`` refuses its y or has bad weights; good steps follow. Twice."""
+    """Combines that take several waves, in which a rank refuses its y or has bad weights; good steps follow."""
     R = ctx.world_size
     step = Step((spec.max_tokens,) * R, 2, 4, weight_dtype=None, routing="round", rows="random")
     turn = Turn(step, (2,) * R)
@@ -954,7 +955,7 @@ def ends_in_waves(
     mine = inputs[ctx.rank]
     found = []
     with playing(ctx, spec, numpy_at) as player:
-        for _ in range(2):
+        for who, how in cases:
             d = player.dispatch(mine, turn)
             check_dispatched(turn, d, inputs, spec.experts, ctx.rank, how)
             y_NH = results_of(player, d, turn)
@@ -970,6 +971,8 @@ def ends_in_waves(
                 found.append(caught(partial(player.refuse, d, TEXT)))
             else:
                 found.append(caught(partial(player.combine_badly, y_NH, d)))
+            if ctx.rng.random() < 0.7:
+                ctx.jitter(5)
             good_turn(player, spec, R, 1)
     return found
 
@@ -1211,6 +1214,8 @@ class BrokenRank(NumpyRank):
             self._armed("seven of eight words of a cell") and self._is_cell(offset)
         ):
             self._words(window, offset, 8)[:7] = value
+        elif self._armed("seven of eight words of a line") and self._is_record(offset) and value > 0:
+            self._words(window, offset, 8)[:7] = value
         elif self._armed("first word missing") and self._is_record(offset):
             self._words(window, offset, 8)[1:] = value
         elif self._armed("code of the call before") and self._is_record(offset):
@@ -1310,6 +1315,17 @@ class WrongRank(NumpyRank):
             payload = counts.tobytes()
         super()._send_record(words, payload)
 
+    def _put(self, window: int, start: int, b: int, data: bytes | Any) -> None:
+        if self.n >= 2 and self.sizes.push and not isinstance(data, bytes):
+            in_row = self.at.row <= start < self.at.row_flag
+            if in_row and self.wrong in ("a bit of a pushed row", "a bit behind a pushed row"):
+                data = data.copy()
+                data[0 if "of" in self.wrong else -1] ^= 1
+            if start >= self.at.z and self.wrong == "a bit of z":
+                data = data.copy()
+                data[-1] ^= 1
+        super()._put(window, start, b, data)
+
     def _send_cell(self, q: int, h: int, words: dict[str, int], text: bytes, code: int) -> None:
         if h >= 2 and self.wrong == "a bit of y":
             y_offset = numpy_rank.joined(words["Y_LO"], words["Y_HI"])
@@ -1369,3 +1385,114 @@ def demanding(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> None:
     with playing(ctx, spec, numpy_at, make=DemandingRank) as player:
         turn = Turn(Step((4,) * ctx.world_size, 1, 4, routing="round"), (1,) * ctx.world_size)
         player.dispatch(make_inputs(turn.step, ctx.rank, spec.experts), turn)
+
+
+# -------------------------------------------------------------------------------------------- what can't be true
+
+
+def one_step(player: Player, turn: Turn, inputs: Sequence[Inputs], experts: int, what: str) -> None:
+    """A dispatch and its combine, compared with the oracle."""
+    mine = inputs[player.rank]
+    d = player.dispatch(mine, turn)
+    check_dispatched(turn, d, inputs, experts, player.rank, what)
+    out_TH = player.combine(results_of(player, d, turn), d, mine, turn)
+    check_combined(turn, out_TH, inputs, experts, player.rank, what)
+
+
+def lies(
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, all_words: Sequence[dict[str, int]]
+) -> list[Caught | None]:
+    """The numpy rank's records of calls 2, 4, .. have these words. Returns what the product raises; good steps follow."""
+
+    class LyingRank(NumpyRank):
+        def _send_record(self, said: dict[str, int], payload: bytes) -> None:
+            lie = all_words[self.n // 2 - 1] if self.n % 2 == 0 else {}
+            super()._send_record({**said, **lie}, payload)
+
+    turn = Turn(Step((4,) * 2, 2, 4, weight_dtype=None, routing="round"), (2,) * 2)
+    mine = make_inputs(turn.step, ctx.rank, spec.experts)
+    found: list[Caught | None] = []
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        good_turn(player, spec, 2, 1)
+        for _ in all_words:
+            begun = player.begin(mine, turn)
+            # The numpy rank doesn't know better and would take rows that the product never pushes.
+            found.append(None if player.is_numpy else caught(partial(player.wait, begun, mine)))
+            good_turn(player, spec, 2, 2)
+    return found
+
+
+def wrong_token(ctx: RankContext, spec: GroupSpec, numpy_at: int, entry: int) -> Any:
+    """The token list of the numpy rank names a token that doesn't exist. Returns the product's error, and its status cell."""
+
+    class LyingRank(NumpyRank):
+        def _send_record(self, said: dict[str, int], payload: bytes) -> None:
+            if self.n == 2:
+                self._words(self.rank, self._slot("token_list", 2), 16)[:] = entry
+            super()._send_record(said, payload)
+
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        good_turn(player, spec, 2, 1)
+        turn = Turn(Step((8,) * 2, 2, 4, weight_dtype=None, routing="round"), (2,) * 2)
+        error = caught(partial(player.dispatch, make_inputs(turn.step, ctx.rank, spec.experts), turn))
+        ctx.barrier()
+        return status_seen(player, 1 - numpy_at) if player.is_numpy else error
+
+
+def wrong_marks(ctx: RankContext, spec: GroupSpec, numpy_at: int, fault: str, waits: bool) -> Caught | None:
+    """The numpy rank's watermarks of call 3 are wrong. Returns what the product raises in it.
+
+    Where the product waits in vain the numpy rank is the more patient one.
+    """
+
+    class LyingRank(NumpyRank):
+        def _say(self, q: int, n: int, kind: int, mark: int) -> None:
+            start = self._wave(n, kind, self.rank)
+            if n != 3 or kind == numpy_rank.COMBINE_READY:
+                super()._say(q, n, kind, mark)
+            elif fault == "mark without a code":
+                self._write_code(q, start + self.at.wave_mark, mark)
+            elif fault == "code without a mark":  # what an older call left is there
+                self._write_code(q, start + self.at.wave_mark, 0)
+                self._write_code(q, start + self.at.wave_code, self.code(n))
+            elif fault == "negative mark":
+                super()._say(q, n, kind, -3)
+            elif fault in ("all at once", "far beyond"):
+                super()._say(q, n, kind, 1000 if fault == "all at once" else 2**31 - 1)
+
+    T = spec.max_tokens
+    turn = Turn(Step((T,) * 2, 2, 4, weight_dtype=None, routing="round", rows="random"), (2,) * 2)
+    inputs = turn.inputs(spec.experts)
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        for n in (1, 2):
+            one_step(player, turn, inputs, spec.experts, f"call {n}")
+        if isinstance(player, NumpyPlayer):
+            player.node.timeout = 10.0 if waits else 0.5
+        error = caught(partial(one_step, player, turn, inputs, spec.experts, fault))
+        ctx.barrier()
+        return error
+
+
+def wrong_flags(ctx: RankContext, spec: GroupSpec, numpy_at: int, fault: str) -> Caught | None:
+    """The flags of the numpy rank's rows of call 2 are wrong. Returns what the product raises in it."""
+
+    class LyingRank(NumpyRank):
+        def _write_code(self, window: int, offset: int, value: int) -> None:
+            is_flag = window != self.rank and self.at.row_flag <= offset < self.at.z
+            if not is_flag or self.n < 2 or fault == "":
+                super()._write_code(window, offset, value)
+            elif fault == "flag of another row":
+                super()._write_code(window, offset + 20 * self.at.row_flag_stride, value)
+            elif fault == "flags in the other slot":
+                other = 1 if self.n % self.sizes.slots == 0 else -1
+                super()._write_code(window, offset + other * self.at.row_flag_slot_stride, value)
+
+    turn = Turn(Step((8,) * 2, 2, 4, weight_dtype=None, routing="round", rows="random"), (2,) * 2)
+    inputs = turn.inputs(spec.experts)
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        good_turn(player, spec, 2, 1)
+        if isinstance(player, NumpyPlayer):
+            player.node.timeout = 10.0
+        error = caught(partial(one_step, player, turn, inputs, spec.experts, fault))
+        ctx.barrier()
+        return error
