@@ -20,7 +20,7 @@ from numpy_rank import Layout, Sizes
 from pool import RankFailed, RankPool
 from rank_bodies import numpy_rank_bodies as bodies
 from rank_bodies.errors import Caught
-from rank_bodies.inputs import GroupSpec, dtype_of
+from rank_bodies.inputs import dtype_of
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 FORMATS = ["portable", "compact", "line"]
@@ -84,14 +84,14 @@ def test_numbers_are_the_document_s() -> None:
         for pair in named[what].split(", "):
             number, name = pair.split()
             assert getattr(numpy_rank, dtypes.get(name, name)) == int(number), what
-    assert {
+    assert {what: int(n) for what, n in named.items() if n.isdigit()} == {
         "words of a record's header": numpy_rank.RECORD_WORDS,
         "least bytes of a record's payload": numpy_rank.LEAST_PAYLOAD,
         "words of a combine or status body": numpy_rank.CELL_WORDS,
         "bytes of a refusal's text": numpy_rank.CELL_TEXT_BYTES,
         "bytes of a code in portable and line": numpy_rank.CODE_BYTES,
         "most bytes beside a row's elements": numpy_rank.BESIDE_A_ROW,
-    } == {what: int(n) for what, n in named.items() if n.isdigit()}
+    }
     assert (
         named["bytes of a line, and of its payload"] == f"{numpy_rank.LINE_BYTES}, {numpy_rank.LINE_PAYLOAD}"
     )
@@ -369,6 +369,25 @@ def test_code_of_the_lap_before_has_to_go(pool: RankPool) -> None:
     product, numpy = pool.run(2, bodies.stale_code, usual(largest_code=6), 1, 1, bodies.ForgetfulRank)
     assert product is None
     check(numpy, "AssertionError", "call 9 on rank 1: combined")
+
+
+@pytest.mark.parametrize(
+    ("numpy_at", "fmt", "code_max", "more"),
+    [
+        (1, "compact", 6, {"push": True, "always": True}),
+        (0, "portable", 8, {"push": True, "always": True, "flag_rows": 1}),
+        (1, "line", 6, {"push": True, "always": True}),
+        (0, "compact", 6, {"push": True, "always": True, "recv_rows": 5}),
+        (1, "portable", 6, {"recv_rows": 5}),
+        (0, "line", 8, {"recv_rows": 5}),
+    ],
+)
+def test_sparse_rows_over_laps(
+    pool: RankPool, numpy_at: int, fmt: str, code_max: int, more: dict[str, Any]
+) -> None:
+    """Rows whose place nobody else writes, a lap apart, from a rank that is late."""
+    spec = usual(fmt, largest_code=code_max, **more)
+    assert pool.run(2, bodies.sparse_laps, spec, numpy_at, 2 * code_max + 3) == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -941,6 +941,56 @@ def stale_code(
         return compared
 
 
+class LateRank(NumpyRank):
+    """A numpy rank whose rows are late: who believes an old code takes what is there."""
+
+    def _push(self, *args: Any) -> None:
+        time.sleep(0.03)
+        super()._push(*args)
+
+    def _give(self, *args: Any) -> None:
+        time.sleep(0.03)
+        super()._give(*args)
+
+    def _say(self, *args: Any) -> None:
+        time.sleep(0.01)
+        super()._say(*args)
+
+
+class LateAndForgetfulRank(LateRank, ForgetfulRank):
+    """Late and forgetful."""
+
+
+def sparse_laps(
+    ctx: RankContext, spec: Spec, numpy_at: int, last: int, make: Callable[..., NumpyRank] = LateRank
+) -> Caught | None:
+    """Few calls have rows, a lap apart, and the last of many rows is the other rank's: nothing else overwrites its flag.
+
+    Returns the first error of this rank.
+    """
+    E, (first, other) = spec.experts, (0, 1)
+    period = spec.largest_code
+    assert period is not None and period % spec.depth == 0 and ctx.world_size == 2
+    with playing(ctx, spec, numpy_at, make=make) as player:
+        for n in range(1, last + 1):
+            rows = n % period == 3
+            tokens = (12, 12) if rows else (0, 0)
+            turn = Turn(Step(tokens, 1, 4, weight_dtype=None, rows="random", seed=n), (1, 1))
+            inputs = turn.inputs(E)
+            if rows:
+                # Eleven rows stay at home; the last goes behind the other rank's own ones, or behind those of a smaller rank.
+                for rank in (first, other):
+                    idx_TK = torch.full((12, 1), E // 2 - 1 if rank == first else E - 1)
+                    idx_TK[-1] = E - 1 if rank == first else E // 2 - 1
+                    inputs[rank] = replace(inputs[rank], idx_TK=idx_TK)
+            error = caught(partial(one_step, player, turn, inputs, E, f"call {n} on rank {ctx.rank}"))
+            if error is not None:
+                ctx.barrier()
+                return error
+        ctx.barrier()
+    return None
+
+
 # -------------------------------------------------------------------------------------------------------- ends of waves
 
 
@@ -1210,11 +1260,11 @@ class BrokenRank(NumpyRank):
             whole(window, offset, value)
             return
         self._skipped = (window, offset, value)
-        if (self._armed("seven of eight words of a record") and self._is_record(offset)) or (
-            self._armed("seven of eight words of a cell") and self._is_cell(offset)
+        if (
+            (self._armed("seven of eight words of a record") and self._is_record(offset))
+            or (self._armed("seven of eight words of a cell") and self._is_cell(offset))
+            or (self._armed("seven of eight words of a line") and self._is_record(offset) and value > 0)
         ):
-            self._words(window, offset, 8)[:7] = value
-        elif self._armed("seven of eight words of a line") and self._is_record(offset) and value > 0:
             self._words(window, offset, 8)[:7] = value
         elif self._armed("first word missing") and self._is_record(offset):
             self._words(window, offset, 8)[1:] = value
