@@ -436,6 +436,10 @@ class NumpyRank:
         self._fence()
         return value
 
+    def _all_here(self, n: int, offsets: list[int]) -> bool:
+        """Whether the code of n stands at all these places of the own window."""
+        return all(self._read_code(self.rank, offset) == self.code(n) for offset in offsets)
+
     def _code_offsets(self, start: int, code: int, size: int) -> list[int]:
         """Where the codes of something of ``size`` bytes are: in line one in each line."""
         if self.at.format == LINE:
@@ -621,8 +625,7 @@ class NumpyRank:
             size += int(words[RECORD["TEXT_BYTES"]])
         elif not (words[RECORD["ROUTING_LO"]] or words[RECORD["ROUTING_HI"]]):
             size += 4 * self.sizes.num_experts
-        offsets = self._code_offsets(start, self.at.record_code, size)
-        return all(self._read_code(self.rank, offset) == self.code(n) for offset in offsets)
+        return self._all_here(n, self._code_offsets(start, self.at.record_code, size))
 
     def _send_record(self, words: dict[str, int], payload: bytes) -> None:
         """Write the record of this call into every peer's window: body and payload, then the code."""
@@ -923,10 +926,9 @@ class NumpyRank:
         """Copy the rows of a wave that were pushed here."""
         left = {s: self._flags(call, records[s]["FLAG_ROWS"], some, w) for s, some in parts.items()}
 
-        def poll(s: int) -> bool:
-            return all(self._read_code(self.rank, offset) == self.code(call.n) for offset in left[s])
-
-        self._wait(f"rows of dispatch {call.n}, wave {w}", set(parts), poll)
+        self._wait(
+            f"rows of dispatch {call.n}, wave {w}", set(parts), lambda s: self._all_here(call.n, left[s])
+        )
         form = call.form
         for some in parts.values():
             for _, lo, hi in some:
@@ -957,7 +959,7 @@ class NumpyRank:
         demand("EPOCH", joined(record["EPOCH_LO"], record["EPOCH_HI"]) == n)
         demand("READ", n - self.sizes.slots <= joined(record["READ_LO"], record["READ_HI"]) < n)
         if record["KIND"] == ABORT:
-            demand("REASON", record["REASON"] in (1, 2))
+            demand("REASON", record["REASON"] in (1, 2, 11))
             demand("TEXT_BYTES", 0 < record["TEXT_BYTES"] <= self.at.record_payload_bytes)
             return record, payload(record["TEXT_BYTES"])
         demand("no REASON, no text", (record["REASON"], record["TEXT_BYTES"]) == (0, 0))
@@ -1212,11 +1214,7 @@ class NumpyRank:
                 start = self._slot("z", h) + place * self.at.remote_stride(B)
                 if self.at.format == LINE:
                     offsets = self._code_offsets(start, 0, B)
-                    self._wait(
-                        f"rows of combine {h}",
-                        {p},
-                        lambda _, o=offsets: all(self._read_code(self.rank, at) == self.code(h) for at in o),
-                    )
+                    self._wait(f"rows of combine {h}", {p}, lambda _: self._all_here(h, offsets))  # noqa: B023  called here
                 rows_PB[place] = self._get(self.rank, start, 0, B)
         if wave is not None:
             self._say(p, h, COMBINE_READ, wave + 1)

@@ -183,6 +183,7 @@ class Player:
     def __init__(self, ctx: RankContext, group: Any) -> None:
         self.rank = ctx.rank
         self.group = group
+        self.rng = random.Random(ctx.rng.random())
 
     def begin(self, mine: Inputs, turn: Turn, like: Any = None, asynchronous: bool = True) -> Any:
         """Start a dispatch with the weights that the turn's step sends; ``wait`` gives the result."""
@@ -192,7 +193,8 @@ class Player:
             with contextlib.suppress(moe_a2a.errors.WindowBusy):
                 x_TH = self.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
                 x_TH.copy_(mine.x_TH)
-        return moe_a2a.dispatch(
+        dispatch: Any = moe_a2a.dispatch
+        return dispatch(
             x_TH,
             mine.idx_TK if turn.like is None else None,
             self.group,
@@ -201,7 +203,7 @@ class Player:
             pad_to=turn.pad(self.rank),
             align=turn.padding,
             quantize=turn.quantize,
-            async_op=asynchronous,  # type: ignore[call-overload]
+            async_op=asynchronous,
             tag=turn.tag,
         )
 
@@ -219,7 +221,10 @@ class Player:
             slot_NH = d.empty_like_rows(y_NH.dtype, y_NH.shape[1])
             slot_NH.copy_(y_NH)
             y_NH = slot_NH
-        return moe_a2a.combine(y_NH, d.handle, turn.combine_weights(mine))
+        weights = turn.combine_weights(mine)
+        if self.rng.random() < 0.3:
+            return moe_a2a.combine(y_NH, d.handle, weights, async_op=True).wait()
+        return moe_a2a.combine(y_NH, d.handle, weights)
 
     def abort(self, text: str) -> None:
         """Start a call with bad input."""
@@ -247,7 +252,6 @@ class NumpyPlayer(Player):
     def __init__(self, ctx: RankContext, group: Any, node: NumpyRank, spec: GroupSpec) -> None:
         super().__init__(ctx, group)
         self.node = node
-        self.rng = random.Random(ctx.rng.random())
         self.always = isinstance(spec, Spec) and spec.always
 
     def _pushes(self) -> bool:
@@ -1011,12 +1015,12 @@ def ends_in_waves(
             y_NH = results_of(player, d, turn)
             ctx.jitter(10)
             if ctx.rank != who:
-                out: list[Tensor] = []
-                found.append(
-                    caught(lambda y=y_NH, d=d, out=out: out.append(player.combine(y, d, mine, turn)))
-                )
-                if out:
-                    check_combined(turn, out[0], inputs, spec.experts, ctx.rank, how)
+
+                def whole(d: Any = d, y_NH: Tensor = y_NH, how: str = how) -> None:
+                    out_TH = player.combine(y_NH, d, mine, turn)
+                    check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, how)
+
+                found.append(caught(whole))
             elif how == "refuses":
                 found.append(caught(partial(player.refuse, d, TEXT)))
             else:
