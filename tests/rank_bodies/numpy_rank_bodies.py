@@ -635,7 +635,7 @@ def many_steps(ctx: RankContext, spec: Spec, numpy_at: int, dispatches: int, see
             i = int(word[1:])
             turn, again = turns[i]
             mine = inputs[i][ctx.rank]
-            ctx.jitter(4)
+            ctx.jitter(2)
             if word[0] in "ABD":
                 like = opened[again] if again >= 0 else None
                 if word[0] == "A" or (word[0] == "B" and ctx.rng.random() < 0.5):
