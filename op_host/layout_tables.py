@@ -9,6 +9,7 @@ import enum
 import re
 from typing import Any
 
+from ..errors import FAILURE_KINDS, INTERRUPTED
 from .layout import (
     CELL_BODY_WORDS,
     CELL_TEXT_BYTES,
@@ -57,7 +58,7 @@ _MEANINGS = {
     "HeaderWord.NONCE_LO": "16 random bytes of this window, first half",
     "HeaderWord.NONCE_HI": "second half",
     "RecordWord.KIND": "kind of the record, below",
-    "RecordWord.REASON": "ABORT: number of the error (1 value, 2 type)",
+    "RecordWord.REASON": "ABORT: number of the error (1, 2 or 11)",
     "RecordWord.GENERATION": "of the windows",
     "RecordWord.EPOCH_LO": "n, low 32 bits",
     "RecordWord.EPOCH_HI": "n, high 32 bits",
@@ -162,6 +163,11 @@ def tables() -> dict[str, str]:
                     "dtype",
                     "0 none, "
                     + ", ".join(f"{code} {str(d).removeprefix('torch.')}" for d, code in DTYPE_CODES.items()),
+                ],
+                [
+                    "error",
+                    ", ".join(f"{number} {kind.__name__}" for number, kind in FAILURE_KINDS.items())
+                    + f", {INTERRUPTED} interrupted",
                 ],
                 ["words of a record's header", str(RECORD_HEADER_WORDS)],
                 ["least bytes of a record's payload", str(RECORD_TEXT_BYTES)],

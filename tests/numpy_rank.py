@@ -6,7 +6,8 @@ one rank is a :class:`NumpyRank` and the others are the product works only if bo
 
 It is slow on purpose: plain loops, no torch, nothing clever.
 
-T tokens of a rank, H hidden, E experts, K top-k, R ranks, N received rows, NS slots, V largest code.
+T tokens of a rank, H hidden, E experts, K top-k, R ranks, N received rows, NS slots, V largest code, P kept pairs of a rank,
+B bytes of a row.
 
 Elements are numpy arrays of the storage types in :data:`STORAGE`; numpy has no bfloat16, so its bits travel as
 uint16 and are widened and rounded here with integer arithmetic.
@@ -27,18 +28,33 @@ Array = NDArray[Any]
 
 # ------------------------------------------------------------------------------------- the numbers of the document
 
-COMPACT, PORTABLE = 0, 1
+COMPACT, PORTABLE, LINE = 0, 1, 2
 COUNTS, ROUND, ABORT, LEAVE = 1, 2, 3, 4
 OK, POISON, LEFT, EXCLUDED = 1, 2, 3, 4
-IDLE, DISPATCH_PACK, DISPATCH_COUNTS, DISPATCH_ROWS, COMBINE_WRITE, COMBINE_WAIT, COMBINE_SUM = range(7)
+(
+    IDLE,
+    DISPATCH_PACK,
+    DISPATCH_COUNTS,
+    DISPATCH_ROWS,
+    COMBINE_WRITE,
+    COMBINE_WAIT,
+    COMBINE_SUM,
+    DISPATCH_PUSH,
+) = range(8)
+PULL, PUSH = 0, 1
+NONE, INT8, FP8_E4M3 = 0, 1, 2
+DISPATCH_READ, COMBINE_READY, COMBINE_READ = 0, 1, 2
 NO_DTYPE, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(5)
-NREC = 2
 RECORD_WORDS, CELL_WORDS, STATUS_WORDS = 30, 8, 8
 CELL_TEXT_BYTES = 192
-PORTABLE_CODE_BYTES = 32
+CODE_BYTES = 32  # portable and line
+LINE_BYTES, LINE_PAYLOAD = 512, 480
 LEAST_PAYLOAD = 480
-LARGEST_CODE = {COMPACT: 2**62, PORTABLE: 2**31 - 1}
+BESIDE_A_ROW = 32
+SCALE_COLUMNS = 128  # of FP8_E4M3
+LARGEST_CODE = {COMPACT: 2**62, PORTABLE: 2**31 - 1, LINE: 2**31 - 1}
 REFUSED_BIT = 2**63  # compact
+LOST, TIMED_OUT = 6, 7
 
 
 def _numbered(names: str) -> dict[str, int]:
@@ -47,14 +63,14 @@ def _numbered(names: str) -> dict[str, int]:
 
 HEADER = _numbered("MAGIC VERSION FORMAT GENERATION RANK WORLD_SIZE TOTAL_BYTES NONCE_LO NONCE_HI")
 MAGIC = 0x6D6F655F61326131
-VERSION = 1
+VERSION = 2
 RECORD = _numbered(
     "KIND REASON GENERATION EPOCH_LO EPOCH_HI TOKENS HIDDEN DTYPE QUANT WEIGHT_DTYPE TOP_K MODE PAD_LO PAD_HI ALIGN "
-    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES"
+    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI"
 )
-CELL = _numbered("REASON DTYPE HIDDEN STRIDE Y_LO Y_HI TEXT_BYTES")
+CELL = _numbered("REASON DTYPE HIDDEN STRIDE Y_LO Y_HI TEXT_BYTES MODE")
 STATUS = _numbered("REASON WHO EPOCH_LO EPOCH_HI PHASE GENERATION")
-PROGRESS = _numbered("EPOCH PHASE STEPS")
+PROGRESS = _numbered("EPOCH PHASE VERDICT")
 
 STORAGE: dict[int, np.dtype[Any]] = {
     FLOAT32: np.dtype("<f4"),
@@ -76,8 +92,8 @@ class CallMismatch(RuntimeError):
     """The records of a call, or the combine cells of a handle, don't go together."""
 
 
-class TooManyRows(RuntimeError):
-    """Some rank would receive more than max_recv_rows rows."""
+class PadTooSmall(RuntimeError):
+    """Some rank would receive more rows than its PAD."""
 
 
 class PeerGone(RuntimeError):
@@ -85,7 +101,7 @@ class PeerGone(RuntimeError):
 
 
 class HandleExpired(RuntimeError):
-    """Combined before, or too many newer dispatches have started; nothing was sent."""
+    """Combined or received before, or too many newer dispatches have started; nothing was sent."""
 
 
 # ------------------------------------------------------------------------------------------------------- the layout
@@ -93,7 +109,7 @@ class HandleExpired(RuntimeError):
 
 def align(a: int, b: int) -> int:
     """The smallest multiple of b that is at least a."""
-    return (a + b - 1) // b * b
+    return -(-a // b) * b
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,7 @@ class Sizes:
     row_bytes: int
     max_recv_rows: int
     slots: int
+    push: bool = False
 
     def first_expert(self, rank: int) -> int:
         """The first expert of ``rank``; E for rank R."""
@@ -122,51 +139,71 @@ class Layout:
     """Byte offsets of a window; the names are those of the document's tables."""
 
     def __init__(self, sizes: Sizes, fmt: int) -> None:
-        compact = fmt == COMPACT
         R, NS = sizes.world_size, sizes.slots
         self.format = fmt
-        self.row_align = 1 if compact else 512
-        front = 8 if compact else 0  # compact puts the code in front of what it guards
-        behind = 0 if compact else PORTABLE_CODE_BYTES
-        cell_align = 64 if compact else 512
+        self.row_align = 1 if fmt == COMPACT else 512
+        front = 8 if fmt == COMPACT else 0  # compact puts the code in front of what it guards
+
+        def code_and_stride(end: int) -> tuple[int, int]:
+            """Where the code of a cell or record is whose bytes end there, and how far the next one is."""
+            if fmt == COMPACT:
+                return 0, align(end, 64)
+            if fmt == PORTABLE:
+                return end, align(end + CODE_BYTES, 512)
+            return LINE_PAYLOAD, self.remote_stride(end)
 
         self.record_header = front
         self.record_payload = 128
         self.record_payload_bytes = align(max(4 * sizes.num_experts, LEAST_PAYLOAD), 32)
-        end = self.record_payload + self.record_payload_bytes
-        self.record_code = 0 if compact else end
-        self.record_stride = align(end + behind, cell_align)
+        self.record_code, self.record_stride = code_and_stride(
+            self.record_payload + self.record_payload_bytes
+        )
 
         self.cell_body = front
         self.cell_text = front + 4 * CELL_WORDS
         self.cell_text_bytes = CELL_TEXT_BYTES
-        end = self.cell_text + self.cell_text_bytes
-        self.cell_code = 0 if compact else end
-        self.cell_stride = align(end + behind, cell_align)
+        self.cell_code, self.cell_stride = code_and_stride(self.cell_text + self.cell_text_bytes)
 
         self.status_body = front
-        end = front + 4 * STATUS_WORDS
-        self.status_code = 0 if compact else end
-        self.status_stride = align(end + behind, cell_align)
+        self.status_code, self.status_stride = code_and_stride(front + 4 * STATUS_WORDS)
 
-        row = align(sizes.row_bytes, self.row_align)
-        pairs = sizes.max_tokens * sizes.top_k
+        self.wave_mark = front
+        self.wave_code, self.wave_stride = code_and_stride(front + (8 if fmt == COMPACT else CODE_BYTES))
+
+        pairs, cap = sizes.max_tokens * sizes.top_k, sizes.max_recv_rows
         self.progress = 4096
-        self.status = align(self.progress + 512, 512)
-        self.record = align(self.status + R * self.status_stride, 4096)
-        self.record_slot_stride = R * self.record_stride
-        self.cell = align(self.record + NREC * self.record_slot_stride, 4096)
-        self.cell_slot_stride = R * self.cell_stride
-        self.token_list = align(self.cell + NS * self.cell_slot_stride, 4096)
-        self.token_list_slot_stride = align(4 * pairs, 4096)
-        self.weight = align(self.token_list + NS * self.token_list_slot_stride, 4096)
-        self.weight_slot_stride = align(8 * pairs, 4096)
-        self.x = align(self.weight + NS * self.weight_slot_stride, 4096)
-        self.x_slot_stride = align(sizes.max_tokens * row, 4096)
-        self.y = align(self.x + 2 * NS * self.x_slot_stride, 4096)  # NSTAGE is as many as NS
-        self.y_slot_stride = align(sizes.max_recv_rows * row, 4096)
-        self.total_bytes = align(self.y + NS * self.y_slot_stride, 2 << 20)
-        self.row_stride = row
+        self.status = 4096 + 512
+        self._end = self.status + R * self.status_stride
+        self.record, self.record_slot_stride = self._region(R * self.record_stride, 2 * NS, 1)
+        self.cell, self.cell_slot_stride = self._region(R * self.cell_stride, NS, 1)
+        self.wave, self.wave_slot_stride = self._region(3 * R * self.wave_stride, NS, 1)
+        self.token_list, self.token_list_slot_stride = self._region(4 * pairs, 2 * NS)
+        self.weight, self.weight_slot_stride = self._region(8 * pairs, 2 * NS)
+        self.x_row = align(sizes.row_bytes + BESIDE_A_ROW, self.row_align)
+        self.x, self.x_slot_stride = self._region(sizes.max_tokens * self.x_row, 3 * NS)
+        self.y_row = align(sizes.row_bytes, self.row_align)
+        self.y, self.y_slot_stride = self._region(cap * self.y_row, NS)
+        self.y_end = self._end
+        if sizes.push:
+            self.row, self.row_slot_stride = self._region(
+                cap * self.remote_stride(sizes.row_bytes + BESIDE_A_ROW), NS
+            )
+            self.row_flag_stride = {COMPACT: 8, PORTABLE: CODE_BYTES, LINE: 0}[fmt]
+            self.row_flag, self.row_flag_slot_stride = self._region(cap * self.row_flag_stride, NS)
+            self.z, self.z_slot_stride = self._region(pairs * self.remote_stride(sizes.row_bytes), NS)
+        self.total_bytes = align(self._end, 2 << 20)
+
+    def _region(self, slot_bytes: int, slots: int, unit: int = 4096) -> tuple[int, int]:
+        """Start and slot stride of the next region."""
+        start, stride = align(self._end, 4096), align(slot_bytes, unit)
+        self._end = start + slots * stride
+        return start, stride
+
+    def remote_stride(self, row_bytes: int) -> int:
+        """From one row to the next where another rank writes them."""
+        if self.format == LINE:
+            return LINE_BYTES * -(-row_bytes // LINE_PAYLOAD)
+        return align(row_bytes, self.row_align)
 
 
 # --------------------------------------------------------------------------------------------------- words and floats
@@ -187,9 +224,23 @@ def joined(low_word: int, high_word: int) -> int:
     return (high_word << 32) | (low_word & 0xFFFFFFFF)
 
 
+def both(name: str, value: int) -> dict[str, int]:
+    """The two words of a 64-bit value."""
+    return {f"{name}_LO": low(value), f"{name}_HI": high(value)}
+
+
 def cut(text: str, limit: int) -> bytes:
     """The text as UTF-8, without a broken character at the end."""
     return text.encode()[:limit].decode(errors="ignore").encode()
+
+
+def digest(counts_RE: Array) -> int:
+    """What ROUTING carries of a matrix; never 0."""
+    s = 0x9E3779B97F4A7C15
+    for value in counts_RE.reshape(-1):
+        s = (s ^ int(value)) * 0xFF51AFD7ED558CCD % 2**64
+        s ^= s >> 32
+    return s or 1
 
 
 def widen(values: Array, dtype: int, acc: type[np.floating[Any]]) -> Array:
@@ -209,34 +260,79 @@ def narrow(values: Array, dtype: int) -> Array:
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)  # the carry could run over a NaN's bits
 
 
+def as_bytes(rows: Array) -> Array:
+    """[rows, bytes of a row]."""
+    rows = np.ascontiguousarray(rows)
+    return rows.view(np.uint8).reshape(len(rows), rows[0].nbytes if len(rows) else 0)
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What a row of x is while it travels: elements, scales, and in a pushed row its weight."""
+
+    element_bytes: int
+    scales: int
+    weight_bytes: int
+
+    @property
+    def scales_at(self) -> int:
+        return align(self.element_bytes, 4)
+
+    @property
+    def pulled_bytes(self) -> int:
+        return self.scales_at + 4 * self.scales if self.scales else self.element_bytes
+
+    @property
+    def weight_at(self) -> int:
+        return align(self.pulled_bytes, 8)
+
+    @property
+    def pushed_bytes(self) -> int:
+        return self.weight_at + self.weight_bytes if self.weight_bytes else self.pulled_bytes
+
+
 # ------------------------------------------------------------------------------------------------------------- a rank
 
 
 @dataclass(frozen=True)
 class Handle:
-    """What combine needs of a dispatch: the call, its own ids and everybody's counts."""
+    """What combine and a routing that is used again need of a dispatch."""
 
     n: int
     idx_TK: Array
     counts_RE: Array
+    align: int
 
 
 @dataclass(frozen=True)
 class Received:
-    """What dispatch returns; the arrays are copies."""
+    """What dispatch returns; the arrays are copies. Rows of padding are 0. x_NH is bytes when it was quantised."""
 
     x_NH: Array
+    scales_NS: Array | None
     weights_N: Array | None
     counts: Array
     handle: Handle
 
 
 @dataclass
-class _Owed:
-    """Records of an ended call that have to be waited for before the next record is written."""
+class Call:
+    """A dispatch of this rank that has published its record."""
 
     n: int
-    ranks: set[int] = field(default_factory=set)
+    record: dict[str, int]
+    form: RowForm
+    x: Array  # as given: bytes or elements
+    rows_TB: Array  # as they are pulled
+    weights_P: Array | None  # in list order
+    idx_TK: Array
+    pairs_P: Array  # t * K + k in list order
+    counts_E: Array
+    matrix_RE: Array | None  # of a routing that is used again
+    missing: set[int]  # peers whose record hasn't been seen
+    records: dict[int, dict[str, int]] = field(default_factory=dict)
+    counts: dict[int, Array] = field(default_factory=dict)
+    aborts: dict[int, str] = field(default_factory=dict)
 
 
 class NumpyRank:
@@ -246,10 +342,9 @@ class NumpyRank:
         views: the windows of all ranks, by rank.
         rank: this one.
         sizes: what the group was created with.
-        fmt: PORTABLE or COMPACT.
+        fmt: COMPACT, PORTABLE or LINE.
         timeout: seconds that any wait may take.
         largest_code: V, for tests that wrap around it.
-        first_n: number of the first call.
     """
 
     def __init__(
@@ -260,19 +355,20 @@ class NumpyRank:
         fmt: int = PORTABLE,
         timeout: float = 20.0,
         largest_code: int | None = None,
-        first_n: int = 1,
     ) -> None:
         self.rank = rank
         self.sizes = sizes
+        self.cap = sizes.max_recv_rows
         self.at = Layout(sizes, fmt)
         self.timeout = timeout
         self.V = LARGEST_CODE[fmt] if largest_code is None else largest_code
-        self.n = first_n - 1
-        self.peers = [q for q in range(sizes.world_size) if q != rank]
-        self._open: set[int] = set()
-        self._owed = _Owed(self.n)
+        self.ranks = range(sizes.world_size)
+        self.peers = [q for q in self.ranks if q != rank]
+        self.own = sizes.experts_of(rank)
+        self._open: set[int] = set()  # handles
+        self._under_way: dict[int, Call] = {}  # dispatches whose rows haven't been received
+        self._missing: dict[int, set[int]] = {}  # call -> peers whose record hasn't been seen
         self._ended = False
-        self.phase = IDLE
         self._lock = threading.Lock()
         self._windows: list[Array] = [np.frombuffer(view, np.uint8) for view in views]
         self.generation = self.header(rank)["GENERATION"]
@@ -289,17 +385,30 @@ class NumpyRank:
         return {name: int(words[word]) for name, word in HEADER.items()}
 
     def _bytes(self, window: int, offset: int, count: int) -> Array:
+        if offset < 0 or offset + count > self.at.total_bytes:
+            raise ProtocolError(f"bytes {offset}..{offset + count} of window {window}")
         return self._windows[window][offset : offset + count]
 
     def _words(self, window: int, offset: int, count: int) -> Array:
         return self._bytes(window, offset, 4 * count).view("<i4")
 
-    def _rows(self, window: int, offset: int, stride: int, shape: tuple[int, int], dtype: int) -> Array:
-        """[rows, H] inside a window; numpy refuses what does not lie in it."""
-        storage = STORAGE[dtype]
-        if shape[0] == 0:
-            return np.empty(shape, storage)
-        return np.ndarray(shape, storage, self._windows[window].data, offset, (stride, storage.itemsize))
+    def _rows(self, window: int, offset: int, stride: int, shape: tuple[int, int]) -> Array:
+        """[rows, bytes] that their owner wrote; numpy refuses what does not lie in the window."""
+        if 0 in shape:
+            return np.empty(shape, np.uint8)
+        return np.ndarray(shape, np.uint8, self._windows[window].data, offset, (stride, 1))
+
+    def _where(self, start: int, b: int, count: int) -> Array:
+        """Where bytes b.. of something that starts there and that another rank writes stand in the window."""
+        i = np.arange(b, b + count)
+        return start + (i // LINE_PAYLOAD * LINE_BYTES + i % LINE_PAYLOAD if self.at.format == LINE else i)
+
+    def _put(self, window: int, start: int, b: int, data: bytes | Array) -> None:
+        data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        self._windows[window][self._where(start, b, len(data))] = data
+
+    def _get(self, window: int, start: int, b: int, count: int) -> Array:
+        return self._windows[window][self._where(start, b, count)]
 
     def _fence(self) -> None:
         """Order what came before against what follows: Python has no fence, but taking a lock twice is one."""
@@ -310,22 +419,32 @@ class NumpyRank:
     def _write_code(self, window: int, offset: int, value: int) -> None:
         """Publish what was written before; a negative value is a refusal."""
         self._fence()
-        if self.at.format == PORTABLE:
-            self._words(window, offset, 8)[:] = value
-        else:
+        if self.at.format == COMPACT:
             word = value if value >= 0 else -value | REFUSED_BIT
             self._bytes(window, offset, 8).view("<u8")[0] = word
+        else:
+            self._words(window, offset, 8)[:] = value
 
     def _read_code(self, window: int, offset: int) -> int:
         """The code there, negative for a refusal; 0 when never written or torn."""
-        if self.at.format == PORTABLE:
-            block = self._words(window, offset, 8).copy()
-            value = int(block[0]) if block.min() == block.max() else 0
-        else:
+        if self.at.format == COMPACT:
             word = int(self._bytes(window, offset, 8).view("<u8")[0])
             value = word if word < REFUSED_BIT else -(word & (REFUSED_BIT - 1))
+        else:
+            block = self._words(window, offset, 8).copy()
+            value = int(block[0]) if block.min() == block.max() else 0
         self._fence()
         return value
+
+    def _all_here(self, n: int, offsets: list[int]) -> bool:
+        """Whether the code of n stands at all these places of the own window."""
+        return all(self._read_code(self.rank, offset) == self.code(n) for offset in offsets)
+
+    def _code_offsets(self, start: int, code: int, size: int) -> list[int]:
+        """Where the codes of something of ``size`` bytes are: in line one in each line."""
+        if self.at.format == LINE:
+            return [start + i + LINE_PAYLOAD for i in range(0, self.at.remote_stride(size), LINE_BYTES)]
+        return [start + code]
 
     def code(self, n: int) -> int:
         """code(n), 1..V."""
@@ -337,22 +456,38 @@ class NumpyRank:
 
     def _record(self, n: int, source: int) -> int:
         """Offset of the record of call n that ``source`` writes, in any window."""
-        return self.at.record + n % NREC * self.at.record_slot_stride + source * self.at.record_stride
+        slot = n % (2 * self.sizes.slots)
+        return self.at.record + slot * self.at.record_slot_stride + source * self.at.record_stride
 
     def _cell(self, h: int, owner: int) -> int:
         """Offset of the combine cell of handle h that ``owner`` writes, in any window."""
-        return self.at.cell + h % self.sizes.slots * self.at.cell_slot_stride + owner * self.at.cell_stride
+        return self._slot("cell", h) + owner * self.at.cell_stride
+
+    def _wave(self, n: int, kind: int, writer: int) -> int:
+        """Offset of the wave cell of call n that ``writer`` writes, in any window."""
+        return self._slot("wave", n) + (kind * self.sizes.world_size + writer) * self.at.wave_stride
 
     def _slot(self, region: str, n: int) -> int:
-        return int(
-            getattr(self.at, region) + n % self.sizes.slots * getattr(self.at, f"{region}_slot_stride")
-        )
+        slots = self.sizes.slots * (2 if region in ("token_list", "weight", "x") else 1)
+        return int(getattr(self.at, region) + n % slots * getattr(self.at, f"{region}_slot_stride"))
 
-    def _progress(self, phase: int) -> None:
-        words = self._bytes(self.rank, self.at.progress, 24).view("<i8")
-        words[PROGRESS["EPOCH"]] = self.n
-        words[PROGRESS["PHASE"]] = phase
-        self.phase = phase
+    # -------------------------------------------------------------------------------------------------- progress
+
+    @property
+    def _own_progress(self) -> Array:
+        return self._bytes(self.rank, self.at.progress, 8 * len(PROGRESS)).view("<i8")
+
+    @property
+    def n(self) -> int:
+        """The call counter, which lives in the window."""
+        return int(self._own_progress[PROGRESS["EPOCH"]])
+
+    def _phase(self, phase: int) -> None:
+        self._own_progress[PROGRESS["PHASE"]] = phase
+
+    def _end_call(self, verdict: int) -> None:
+        self._own_progress[PROGRESS["VERDICT"]] = verdict
+        self._phase(IDLE)
 
     # -------------------------------------------------------------------------------------------------- waiting
 
@@ -364,31 +499,31 @@ class NumpyRank:
         enough: Callable[[], bool] | None = None,
     ) -> None:
         """Poll until nobody is left in ``waiting``, or ``enough`` says so; removes from ``waiting`` who came."""
+
+        def done() -> bool:
+            waiting.difference_update([q for q in sorted(waiting) if poll(q)])
+            return not waiting or (enough is not None and enough())
+
         deadline = time.monotonic() + self.timeout
         next_look = time.monotonic() + 3e-3
-        while True:
-            waiting -= {q for q in sorted(waiting) if poll(q)}
-            if not waiting or (enough is not None and enough()):
-                return
+        while not done():
             now = time.monotonic()
             if now >= deadline:
-                self.poison(min(waiting))
+                self.poison(min(waiting), TIMED_OUT)
                 raise TimeoutError(
-                    f"rank {self.rank}, {what} of call {self.n}: waited {self.timeout:g} s for ranks {sorted(waiting)}"
+                    f"rank {self.rank}, {what}, call {self.n}: waited {self.timeout:g} s for ranks {sorted(waiting)}"
                 )
             if now >= next_look:
                 next_look = now + 3e-3
                 gone = self.gone()
-                if gone:
-                    # A peer may have done its part just before it went.
-                    waiting -= {q for q in sorted(waiting) if poll(q)}
-                    if not waiting or (enough is not None and enough()):
-                        return
-                    # One that left is missed only by who still waits for it; a poisoned group has ended for all.
-                    fatal = {q: code for q, code in gone.items() if code != LEFT or q in waiting}
-                    if fatal:
-                        self._ended = True
-                        raise PeerGone(f"rank {self.rank}, {what} of call {self.n}: status of peers {fatal}")
+                # A peer may have done its part just before it went.
+                if gone and done():
+                    return
+                # One that left is missed only by who still waits for it; a poisoned group has ended for all.
+                fatal = {q: code for q, code in gone.items() if code != LEFT or q in waiting}
+                if fatal:
+                    self.poison(min(fatal), LOST)
+                    raise PeerGone(f"rank {self.rank}, {what}, call {self.n}: status of peers {fatal}")
             time.sleep(5e-5)
 
     def gone(self) -> dict[int, int]:
@@ -406,194 +541,407 @@ class NumpyRank:
         )
         return {name: int(words[word]) for name, word in STATUS.items()}
 
+    # ---------------------------------------------------------------------------------------------------- places
+
+    def _first_rows(self, counts_RE: Array, padding: int) -> tuple[Array, list[int]]:
+        """[R, E] the final row of the first pair of s for e, at e's owner; and the rows of every rank, padding included."""
+        first_RE = np.zeros_like(counts_RE)
+        totals = []
+        for p in self.ranks:
+            row = 0
+            for e in self.sizes.experts_of(p):
+                first_RE[:, e] = row + np.cumsum(counts_RE[:, e]) - counts_RE[:, e]
+                row += align(int(counts_RE[:, e].sum()), padding)
+            totals.append(row)
+        return first_RE, totals
+
+    def _parts(
+        self, counts_RE: Array, first_RE: Array, source: int, owner: int, wave: int | None
+    ) -> Iterator[tuple[int, int, int]]:
+        """(place in the source's list, first, last + 1 final row) of the source's runs at an owner; None: not cut in waves."""
+        for e in self.sizes.experts_of(owner):
+            begin = int(first_RE[source, e])
+            lo, hi = begin, begin + int(counts_RE[source, e])
+            if wave is not None:
+                lo, hi = max(lo, wave * self.cap), min(hi, (wave + 1) * self.cap)
+            if lo < hi:
+                yield int(counts_RE[source, :e].sum()) + lo - begin, lo, hi
+
+    # ----------------------------------------------------------------------------------------------------- waves
+
+    def _say(self, q: int, n: int, kind: int, mark: int) -> None:
+        start = self._wave(n, kind, self.rank)
+        self._write_code(q, start + self.at.wave_mark, mark)
+        self._write_code(q, start + self.at.wave_code, self.code(n))
+
+    def _heard(self, q: int, n: int, kind: int) -> int:
+        start = self._wave(n, kind, q)
+        if self._read_code(self.rank, start + self.at.wave_code) != self.code(n):
+            return 0
+        return self._read_code(self.rank, start + self.at.wave_mark)
+
     # -------------------------------------------------------------------------------------------------- dispatch
 
-    def _begin(self) -> None:
+    def _begin_call(self) -> None:
         """The part of a call that counts also when it is aborted: n, and the codes of the lap before."""
         if self._ended:
             raise RuntimeError(f"rank {self.rank}: the group has ended, after call {self.n}")
-        self._wait_out()
-        self.n += 1
-        self._open = {h for h in self._open if self.n - h < self.sizes.slots}
-        self._progress(DISPATCH_PACK)
-        if self.lap(self.n) != self.lap(self.n - self.sizes.slots):
-            self._clear_cells()
+        self._end_old_call(self.n + 1 - self.sizes.slots)
+        self._own_progress[PROGRESS["EPOCH"]] += 1
+        self._phase(DISPATCH_PACK)
+        n = self.n
+        before = n - 2 * self.sizes.slots
+        if self.lap(n) != (self.lap(before) if before > 0 else 0):
+            self._clear_slot()
 
-    def _wait_out(self) -> None:
-        """A peer may not have read the record before the last one, which stands where the next one goes."""
-        self._wait("the records left over", self._owed.ranks, lambda q: self._came(self._owed.n, q))
+    def _end_old_call(self, old: int) -> None:
+        """A peer may not have read the records of that call, and one of them stands where it isn't asked again."""
+        self._under_way.pop(old, None)
+        self._open.discard(old)
+        self._wait(f"records of call {old}", self._missing.pop(old, set()), lambda q: self._came(old, q))
 
-    def _clear_cells(self) -> None:
+    def _clear_slot(self) -> None:
         """Codes of the lap before would match again in this one."""
-        for q in range(self.sizes.world_size):
-            self._write_code(self.rank, self._cell(self.n, q) + self.at.cell_code, 0)
+        n = self.n
+        offsets = [self._cell(n, q) + self.at.cell_code for q in self.ranks]
+        offsets += [self._wave(n, kind, q) + self.at.wave_code for kind in range(3) for q in self.ranks]
+        if self.sizes.push and self.at.format == LINE:
+            for region in ("row", "z"):
+                size = getattr(self.at, f"{region}_slot_stride")
+                offsets += [self._slot(region, n) + i + LINE_PAYLOAD for i in range(0, size, LINE_BYTES)]
+        elif self.sizes.push:
+            offsets += [self._flag(n, row) for row in range(self.cap)]
+        for offset in offsets:
+            self._write_code(self.rank, offset, 0)
 
     def _came(self, n: int, q: int) -> bool:
-        return self._read_code(self.rank, self._record(n, q) + self.at.record_code) == self.code(n)
+        """Whether q's record is there, in line with all lines that it needs."""
+        start = self._record(n, q)
+        if self._read_code(self.rank, start + self.at.record_code) != self.code(n):
+            return False
+        words = self._get(self.rank, start, self.at.record_header, 4 * RECORD_WORDS).view("<i4")
+        size = self.at.record_payload
+        if words[RECORD["KIND"]] == ABORT:
+            size += int(words[RECORD["TEXT_BYTES"]])
+        elif not (words[RECORD["ROUTING_LO"]] or words[RECORD["ROUTING_HI"]]):
+            size += 4 * self.sizes.num_experts
+        return self._all_here(n, self._code_offsets(start, self.at.record_code, size))
 
     def _send_record(self, words: dict[str, int], payload: bytes) -> None:
         """Write the record of this call into every peer's window: body and payload, then the code."""
+        n, start = self.n, self._record(self.n, self.rank)
+        words = {
+            "GENERATION": self.generation,
+            **both("EPOCH", n),
+            **both("READ", min(self._under_way, default=n) - 1),
+            **words,
+        }
         body = np.zeros(RECORD_WORDS, "<i4")
         for name, value in words.items():
             body[RECORD[name]] = value
         for q in self.peers:
-            start = self._record(self.n, self.rank)
-            self._words(q, start + self.at.record_header, RECORD_WORDS)[:] = body
-            self._bytes(q, start + self.at.record_payload, len(payload))[:] = np.frombuffer(payload, np.uint8)
-            self._write_code(q, start + self.at.record_code, self.code(self.n))
-
-    def _base_words(self, kind: int) -> dict[str, int]:
-        return {
-            "KIND": kind,
-            "GENERATION": self.generation,
-            "EPOCH_LO": low(self.n),
-            "EPOCH_HI": high(self.n),
-        }
+            self._put(q, start, self.at.record_header, body.tobytes())
+            self._put(q, start, self.at.record_payload, payload)
+            for offset in self._code_offsets(
+                start, self.at.record_code, self.at.record_payload + len(payload)
+            ):
+                self._write_code(q, offset, self.code(n))
 
     def abort(self, text: str, reason: int = 1) -> None:
         """This rank's input is bad: tell all peers, and use up the call."""
-        self._begin()
+        self._begin_call()
         data = cut(text, self.at.record_payload_bytes)
-        self._send_record(
-            {**self._base_words(ABORT), "REASON": reason, "TEXT_BYTES": len(data)},
-            data,
-        )
-        self._owed = _Owed(self.n, set(self.peers))
-        self._progress(IDLE)
+        self._send_record({"KIND": ABORT, "REASON": reason, "TEXT_BYTES": len(data)}, data)
+        self._missing[self.n] = set(self.peers)
+        self._end_call(reason)
 
-    def dispatch(
+    def dispatch(self, *args: Any, **kwargs: Any) -> Received:
+        """Both halves of a dispatch."""
+        return self.receive(self.begin(*args, **kwargs))
+
+    def begin(
         self,
         x: Array,
-        topk_idx: Array,
+        topk_idx: Array | None,
         weights: Array | None,
         dtype: int,
         weight_dtype: int = NO_DTYPE,
         tag: int = 0,
         staged: bool = False,
-    ) -> Received:
-        """One pull dispatch.
+        push: bool = False,
+        flag_rows: int = 0,
+        padding: int = 1,
+        pad: int = -1,
+        quant: int = NONE,
+        scales: Array | None = None,
+        routing: Handle | None = None,
+    ) -> Call:
+        """Publish the record of a dispatch.
 
         Args:
-            x: [T, H] of STORAGE[dtype].
-            topk_idx: [T, K] ids, -1 for none.
+            x: [T, H] of STORAGE[dtype]; when quantised, [T, H] of bytes.
+            topk_idx: [T, K] ids, -1 for none; None with ``routing``.
             weights: [T, K] of STORAGE[weight_dtype], or None.
             staged: put x into one of the other x slots, with rows as far apart as the group's widest; the default is
                 the slot of n, with rows as close as they may be. The record tells.
+            push: write the rows into the windows of their owners.
+            flag_rows: how many pushed rows of an expert share a flag, 0 all.
+            padding: ALIGN.
+            pad: PAD.
+            scales: [T, S] float32, of quantised rows.
+            routing: of an earlier dispatch, to use again.
         """
-        T, K = topk_idx.shape
-        H = x.shape[1]
-        item = STORAGE[dtype].itemsize
-        assert self.sizes.max_tokens >= T and self.sizes.top_k >= K and self.sizes.row_bytes >= H * item
-        assert x.dtype == STORAGE[dtype] and len(x) == T
-        self._begin()
+        idx_TK = routing.idx_TK if routing is not None else topk_idx
+        assert idx_TK is not None
+        (T, K), H = idx_TK.shape, x.shape[1]
+        assert self.sizes.max_tokens >= T and self.sizes.top_k >= K
+        assert x.dtype == (np.uint8 if quant else STORAGE[dtype]) and len(x) == T
+        self._begin_call()
         n = self.n
 
         # Kept pairs in (expert, token, k) order.
-        flat = topk_idx.reshape(-1).astype(np.int64)
-        pairs = np.array(sorted(np.flatnonzero(flat >= 0), key=lambda pair: (flat[pair], pair)), np.int64)
+        flat = idx_TK.reshape(-1).astype(np.int64)
+        pairs_P = np.array(sorted(np.flatnonzero(flat >= 0), key=lambda pair: (flat[pair], pair)), np.int64)
         counts_E = np.array([np.count_nonzero(flat == e) for e in range(self.sizes.num_experts)], "<i4")
-        tokens = (pairs // K).astype("<i4")
-        self._words(self.rank, self._slot("token_list", n), len(tokens))[:] = tokens
+        tokens_P = (pairs_P // K).astype("<i4")
+        self._words(self.rank, self._slot("token_list", n), len(pairs_P))[:] = tokens_P
+        weights_P = None
         if weights is not None:
-            packed = weights.astype(STORAGE[weight_dtype], copy=False).reshape(-1)[pairs]
-            self._bytes(self.rank, self._slot("weight", n), packed.nbytes)[:] = packed.view(np.uint8)
-        stride = self.at.row_stride if staged else align(H * item, self.at.row_align)
-        x_offset = self._slot("x", n) + staged * self.sizes.slots * self.at.x_slot_stride
-        own = self.sizes.experts_of(self.rank)
-        needed = {int(pair) // K for pair in pairs if int(flat[pair]) not in own}
-        rows = self._rows(self.rank, x_offset, stride, (T, H), dtype)
-        for t in needed:  # a row that no other rank needs is left out
-            rows[t] = x[t]
+            weights_P = weights.astype(STORAGE[weight_dtype], copy=False).reshape(-1)[pairs_P]
+            self._bytes(self.rank, self._slot("weight", n), weights_P.nbytes)[:] = weights_P.view(np.uint8)
 
-        mine = {
-            **self._base_words(COUNTS),
+        form = RowForm(
+            H * x.itemsize,
+            0 if scales is None else scales.shape[1],
+            0 if weights_P is None else weights_P.itemsize,
+        )
+        rows_TB = np.zeros((T, form.pulled_bytes), np.uint8)
+        if T:
+            rows_TB[:, : form.element_bytes] = as_bytes(x)
+            if scales is not None:
+                rows_TB[:, form.scales_at :] = as_bytes(scales)
+        stride = self.at.x_row if staged else align(form.pulled_bytes, self.at.row_align)
+        x_offset = self._slot("x", n)
+        if staged:
+            x_offset = self.at.x + (2 * self.sizes.slots + n % self.sizes.slots) * self.at.x_slot_stride
+        if not push:
+            rows = self._rows(self.rank, x_offset, stride, rows_TB.shape)
+            for pair in pairs_P:  # a row that no other rank needs is left out
+                if int(flat[pair]) not in self.own:
+                    rows[pair // K] = rows_TB[pair // K]
+
+        record = {
+            "KIND": COUNTS,
             "TOKENS": T,
             "HIDDEN": H,
             "DTYPE": dtype,
+            "QUANT": quant,
             "WEIGHT_DTYPE": NO_DTYPE if weights is None else weight_dtype,
             "TOP_K": K,
-            "PAD_LO": -1,
-            "PAD_HI": -1,
-            "ALIGN": 1,
-            "TAG_LO": low(tag),
-            "TAG_HI": high(tag),
-            "X_LO": low(x_offset),
-            "X_HI": high(x_offset),
-            "X_STRIDE": stride,
+            "MODE": PUSH if push else PULL,
+            **both("PAD", pad),
+            "ALIGN": padding,
+            **both("TAG", tag),
+            **({} if push else {**both("X", x_offset), "X_STRIDE": stride}),
+            "FLAG_ROWS": flag_rows if push else 0,
+            **both("ROUTING", 0 if routing is None else digest(routing.counts_RE)),
         }
-        self._send_record(mine, counts_E.tobytes())
+        self._send_record(record, counts_E.tobytes() if routing is None else b"")
+        missing = self._missing[n] = set(self.peers)
+        call = Call(
+            n,
+            record,
+            form,
+            x,
+            rows_TB,
+            weights_P,
+            idx_TK.copy(),
+            pairs_P,
+            counts_E,
+            None if routing is None else routing.counts_RE,
+            missing,
+        )
+        self._under_way[n] = call
+        self._phase(IDLE)
+        return call
 
-        self._progress(DISPATCH_COUNTS)
-        records: dict[int, dict[str, int]] = {self.rank: mine}
-        counts_RE = np.zeros((self.sizes.world_size, self.sizes.num_experts), np.int64)
-        counts_RE[self.rank] = counts_E
-        aborts: dict[int, str] = {}
+    def _see_records(self, call: Call) -> None:
+        """Wait for the records of a call, or for one that is an abort."""
 
         def poll(q: int) -> bool:
-            if not self._came(n, q):
+            if not self._came(call.n, q):
                 return False
-            record, payload = self._read_record(n, q)
+            record, payload = self._read_record(call.n, q)
             if record["KIND"] == ABORT:
-                aborts[q] = payload[: record["TEXT_BYTES"]].tobytes().decode(errors="replace")
+                call.aborts[q] = payload.tobytes().decode(errors="replace")
             else:
-                records[q] = record
-                counts_RE[q] = payload[: 4 * self.sizes.num_experts].view("<i4")
+                call.records[q] = record
+                call.counts[q] = payload.view("<i4")
             return True
 
-        waiting = set(self.peers)
-        self._wait("dispatch", waiting, poll, lambda: bool(aborts))
-        self._owed = _Owed(n, waiting)
-        if aborts:
-            self._progress(IDLE)
-            raise PeerAborted(f"rank {self.rank}, dispatch of call {n}: {aborts}")
-        for names in (["KIND"], ["TAG_LO", "TAG_HI"], ["HIDDEN"], ["DTYPE"], ["WEIGHT_DTYPE"]):
-            said = {q: tuple(record.get(name, 0) for name in names) for q, record in records.items()}
-            if len(set(said.values())) > 1:
-                self._progress(IDLE)
-                raise CallMismatch(f"rank {self.rank}, dispatch of call {n}: {names} by rank: {said}")
-        for p in range(self.sizes.world_size):
-            total = int(counts_RE[:, self.sizes.experts_of(p)].sum())
-            if total > self.sizes.max_recv_rows:
-                self._progress(IDLE)
-                raise TooManyRows(
-                    f"rank {self.rank}, dispatch of call {n}: rank {p} would receive {total} rows"
-                )
+        self._wait(f"dispatch {call.n}", call.missing, poll, lambda: bool(call.aborts))
 
-        self._progress(DISPATCH_ROWS)
-        N = int(counts_RE[:, own].sum())
-        x_NH = np.empty((N, H), STORAGE[dtype])
-        weights_N = None if weights is None else np.empty(N, STORAGE[weight_dtype])
-        position = 0
-        for e in own:
-            for s in range(self.sizes.world_size):
-                count = int(counts_RE[s, e])
-                begin = int(counts_RE[s, :e].sum())
-                entries = self._words(s, self._slot("token_list", n), begin + count)[begin:].copy()
-                to = slice(position, position + count)
-                position += count
-                if s == self.rank:
-                    x_NH[to] = x[entries]
-                else:
-                    record = records[s]
-                    if count and not (entries.min() >= 0 and entries.max() < record["TOKENS"]):
-                        raise ProtocolError(f"rank {s}, call {n}: token list {entries}, T {record['TOKENS']}")
-                    offset = joined(record["X_LO"], record["X_HI"])
-                    source = self._rows(s, offset, record["X_STRIDE"], (record["TOKENS"], H), dtype)
-                    x_NH[to] = source[entries]
-                if weights_N is not None:
-                    size = weights_N.itemsize
-                    at = self._slot("weight", n) + begin * size
-                    weights_N[to] = self._bytes(s, at, count * size).copy().view(weights_N.dtype)
-        self._open.add(n)
-        self._progress(IDLE)
-        handle = Handle(n, topk_idx.copy(), counts_RE)
-        return Received(x_NH, weights_N, counts_RE[:, own].sum(0), handle)
+    def receive(self, call: Call) -> Received:
+        """Wait for the rows of a dispatch."""
+        if self._under_way.get(call.n) is not call:
+            raise HandleExpired(f"rank {self.rank}: dispatch {call.n} at call {self.n}")
+        self._phase(DISPATCH_COUNTS)
+        for n in sorted(self._under_way):
+            if n <= call.n:
+                self._see_records(self._under_way[n])
+        del self._under_way[call.n]
+        where = f"rank {self.rank}, dispatch of call {call.n}"
+        if call.aborts:
+            self._end_call(3)
+            raise PeerAborted(f"{where}: {call.aborts}")
+        records = {self.rank: call.record, **call.records}
+        for names in (
+            "KIND",
+            "TAG_LO TAG_HI",
+            "HIDDEN",
+            "DTYPE",
+            "WEIGHT_DTYPE",
+            "QUANT",
+            "ALIGN",
+            "ROUTING_LO ROUTING_HI",
+        ):
+            said = {q: tuple(record[name] for name in names.split()) for q, record in records.items()}
+            if len(set(said.values())) > 1:
+                self._end_call(4)
+                raise CallMismatch(f"{where}: {names} by rank: {said}")
+        if call.matrix_RE is not None:
+            C = call.matrix_RE
+        else:
+            C = np.array([call.counts.get(q, call.counts_E) for q in self.ranks], np.int64)
+        first_RE, totals = self._first_rows(C, call.record["ALIGN"])
+        for q, record in records.items():
+            pad = joined(record["PAD_LO"], record["PAD_HI"])
+            if 0 <= pad < totals[q]:
+                self._end_call(5)
+                raise PadTooSmall(f"{where}: rank {q} would receive {totals[q]} rows, PAD {pad}")
+
+        pushing = {q for q in self.ranks if records[q]["MODE"] == PUSH}
+        W = 1
+        if pushing and max(totals) > self.cap:
+            W = max(-(-total // self.cap) for total in totals)
+        pad = joined(call.record["PAD_LO"], call.record["PAD_HI"])
+        N = totals[self.rank] if pad < 0 else pad
+        rows_NB = np.zeros((N, call.form.pulled_bytes), np.uint8)
+        weights_N = None if call.weights_P is None else np.zeros(N, call.weights_P.dtype)
+        self._phase(DISPATCH_ROWS)
+        for s in self.ranks:
+            if s == self.rank or s not in pushing:
+                for begin, lo, hi in self._parts(C, first_RE, s, self.rank, None):
+                    rows_NB[lo:hi], some = self._pulled(call, s, records[s], begin, hi - lo)
+                    if weights_N is not None:
+                        weights_N[lo:hi] = some
+        senders = {s for s in pushing - {self.rank} if C[s, self.own].any()}
+        for w in range(W):
+            if self.rank in pushing:
+                self._phase(DISPATCH_PUSH)
+                self._push(call, C, first_RE, w)
+                self._phase(DISPATCH_ROWS)
+            parts = {s: list(self._parts(C, first_RE, s, self.rank, w)) for s in senders}
+            self._take(call, records, parts, w, rows_NB, weights_N)
+            if w + 1 < W:
+                for s in senders:
+                    for offset in self._flags(call, records[s]["FLAG_ROWS"], parts[s], w):
+                        self._write_code(self.rank, offset, 0)
+                for s in senders:
+                    self._say(s, call.n, DISPATCH_READ, w + 1)
+        self._open.add(call.n)
+        self._end_call(0)
+        form, x = call.form, call.x
+        x_NH = np.ascontiguousarray(rows_NB[:, : form.element_bytes]).view(x.dtype).reshape(N, x.shape[1])
+        scales_NS = None
+        if form.scales:
+            scales_NS = np.ascontiguousarray(rows_NB[:, form.scales_at :]).view("<f4").reshape(N, form.scales)
+        handle = Handle(call.n, call.idx_TK, C, call.record["ALIGN"])
+        return Received(x_NH, scales_NS, weights_N, C[:, self.own].sum(0), handle)
+
+    def _pulled(
+        self, call: Call, s: int, record: dict[str, int], begin: int, count: int
+    ) -> tuple[Array, Array | None]:
+        """Rows and weights of entries ``begin``.. of the list of s, which is this rank or one that doesn't push."""
+        if s == self.rank:
+            tokens = call.pairs_P[begin : begin + count] // call.idx_TK.shape[1]
+            weights = None if call.weights_P is None else call.weights_P[begin : begin + count]
+            return call.rows_TB[tokens], weights
+        entries = self._words(s, self._slot("token_list", call.n) + 4 * begin, count).copy()
+        if not (entries.min() >= 0 and entries.max() < record["TOKENS"]):
+            raise ProtocolError(f"rank {s}, call {call.n}: token list {entries}, T {record['TOKENS']}")
+        shape = (record["TOKENS"], call.form.pulled_bytes)
+        rows = self._rows(s, joined(record["X_LO"], record["X_HI"]), record["X_STRIDE"], shape)
+        if call.weights_P is None:
+            return rows[entries], None
+        size = call.weights_P.itemsize
+        packed = self._bytes(s, self._slot("weight", call.n) + begin * size, count * size)
+        return rows[entries], packed.copy().view(call.weights_P.dtype)
+
+    def _flag(self, n: int, row: int) -> int:
+        return self._slot("row_flag", n) + row * self.at.row_flag_stride
+
+    def _pushed_row(self, call: Call, row: int) -> int:
+        return self._slot("row", call.n) + row * self.at.remote_stride(call.form.pushed_bytes)
+
+    def _flags(self, call: Call, flag_rows: int, parts: list[tuple[int, int, int]], w: int) -> list[int]:
+        """Where the codes of a source's rows of a wave are, in their owner's window."""
+        offsets = []
+        for _, lo, hi in parts:
+            for r in range(lo, hi):
+                row = r - w * self.cap
+                if self.at.format == LINE:
+                    offsets += self._code_offsets(self._pushed_row(call, row), 0, call.form.pushed_bytes)
+                elif r == hi - 1 or (flag_rows and (r - lo) % flag_rows == flag_rows - 1):
+                    offsets.append(self._flag(call.n, row))
+        return offsets
+
+    def _push(self, call: Call, C: Array, first_RE: Array, w: int) -> None:
+        """Write this rank's rows of a wave into the windows of their owners."""
+        K, form = call.idx_TK.shape[1], call.form
+        for p in self.peers:
+            parts = list(self._parts(C, first_RE, self.rank, p, w))
+            if parts and w:
+                self._wait(f"wave {w}", {p}, lambda q: self._heard(q, call.n, DISPATCH_READ) >= w)
+            for begin, lo, hi in parts:
+                for r in range(lo, hi):
+                    place = begin + r - lo
+                    row = np.zeros(form.pushed_bytes, np.uint8)
+                    row[: form.pulled_bytes] = call.rows_TB[call.pairs_P[place] // K]
+                    if call.weights_P is not None:
+                        row[form.weight_at :] = call.weights_P[place : place + 1].view(np.uint8)
+                    self._put(p, self._pushed_row(call, r - w * self.cap), 0, row)
+            for offset in self._flags(call, call.record["FLAG_ROWS"], parts, w):
+                self._write_code(p, offset, self.code(call.n))
+
+    def _take(
+        self,
+        call: Call,
+        records: dict[int, dict[str, int]],
+        parts: dict[int, list[tuple[int, int, int]]],
+        w: int,
+        rows_NB: Array,
+        weights_N: Array | None,
+    ) -> None:
+        """Copy the rows of a wave that were pushed here."""
+        left = {s: self._flags(call, records[s]["FLAG_ROWS"], some, w) for s, some in parts.items()}
+
+        self._wait(
+            f"rows of dispatch {call.n}, wave {w}", set(parts), lambda s: self._all_here(call.n, left[s])
+        )
+        form = call.form
+        for some in parts.values():
+            for _, lo, hi in some:
+                for r in range(lo, hi):
+                    row = self._get(self.rank, self._pushed_row(call, r - w * self.cap), 0, form.pushed_bytes)
+                    rows_NB[r] = row[: form.pulled_bytes]
+                    if weights_N is not None:
+                        weights_N[r] = row[form.weight_at :].view(weights_N.dtype)[0]
 
     def _read_record(self, n: int, q: int) -> tuple[dict[str, int], Array]:
         """The record of q, held against everything that the document says about one."""
         start = self._record(n, q)
-        words = self._words(self.rank, start + self.at.record_header, RECORD_WORDS).copy()
-        payload = self._bytes(self.rank, start + self.at.record_payload, self.at.record_payload_bytes).copy()
+        words = self._get(self.rank, start, self.at.record_header, 4 * RECORD_WORDS).view("<i4")
         record = {name: int(words[word]) for name, word in RECORD.items()}
 
         def demand(what: str, good: bool) -> None:
@@ -602,33 +950,45 @@ class NumpyRank:
                     f"record of rank {q}, call {n}: {what}: {record}, all words {words.tolist()}"
                 )
 
+        def payload(size: int) -> Array:
+            return self._get(self.rank, start, self.at.record_payload, size)
+
         demand("words not named are 0", not words[len(RECORD) :].any())
         demand("KIND", record["KIND"] in (COUNTS, ABORT))
         demand("GENERATION", record["GENERATION"] == self.generation)
         demand("EPOCH", joined(record["EPOCH_LO"], record["EPOCH_HI"]) == n)
+        demand("READ", n - self.sizes.slots <= joined(record["READ_LO"], record["READ_HI"]) < n)
         if record["KIND"] == ABORT:
-            demand("REASON", record["REASON"] in (1, 2))
+            demand("REASON", record["REASON"] in (1, 2, 11))
             demand("TEXT_BYTES", 0 < record["TEXT_BYTES"] <= self.at.record_payload_bytes)
-            return record, payload
-        demand("QUANT and MODE", (record["QUANT"], record["MODE"]) == (0, 0))
-        demand("PAD and ALIGN", (record["PAD_LO"], record["PAD_HI"], record["ALIGN"]) == (-1, -1, 1))
+            return record, payload(record["TEXT_BYTES"])
         demand("no REASON, no text", (record["REASON"], record["TEXT_BYTES"]) == (0, 0))
         demand(
             "TOKENS and TOP_K",
             record["TOKENS"] <= self.sizes.max_tokens and record["TOP_K"] <= self.sizes.top_k,
         )
         demand("dtypes", record["DTYPE"] in STORAGE and record["WEIGHT_DTYPE"] in (NO_DTYPE, *STORAGE))
-        row = record["HIDDEN"] * STORAGE[record["DTYPE"]].itemsize
-        demand("HIDDEN", 0 < row <= self.sizes.row_bytes)
-        x = joined(record["X_LO"], record["X_HI"])
-        if record["TOKENS"]:
-            end = x + (record["TOKENS"] - 1) * record["X_STRIDE"] + row
-            demand("x in the window", x >= 0 and end <= self.at.total_bytes)
+        demand("MODE", record["MODE"] == PULL or (record["MODE"] == PUSH and self.sizes.push))
+        demand("FLAG_ROWS", record["FLAG_ROWS"] >= 0 and (record["MODE"] == PUSH or not record["FLAG_ROWS"]))
+        demand("PAD and ALIGN", joined(record["PAD_LO"], record["PAD_HI"]) >= -1 and record["ALIGN"] >= 1)
+        demand("QUANT", record["QUANT"] in (NONE, INT8, FP8_E4M3))
+        H = record["HIDDEN"]
+        demand("HIDDEN", H > 0 and H * STORAGE[record["DTYPE"]].itemsize <= self.sizes.row_bytes)
+        if record["TOKENS"] and record["MODE"] == PULL:
+            scales = {NONE: 0, INT8: 1, FP8_E4M3: -(-H // SCALE_COLUMNS)}[record["QUANT"]]
+            size = 1 if scales else STORAGE[record["DTYPE"]].itemsize
+            row = RowForm(H * size, scales, 0).pulled_bytes
+            x, stride = joined(record["X_LO"], record["X_HI"]), record["X_STRIDE"]
+            end = x + (record["TOKENS"] - 1) * stride + row
+            demand("x in the x region", self.at.x <= x and end <= self.at.y)
             demand("rows of x start where they may", x % self.at.row_align == 0)
-            demand("X_STRIDE", record["X_STRIDE"] >= row and record["X_STRIDE"] % self.at.row_align == 0)
-        counts = payload[: 4 * self.sizes.num_experts].view("<i4")
-        demand("counts", counts.min() >= 0 and counts.sum() <= record["TOKENS"] * record["TOP_K"])
-        return record, payload
+            demand("X_STRIDE", stride >= row and stride % self.at.row_align == 0)
+        if record["ROUTING_LO"] or record["ROUTING_HI"]:
+            return record, payload(0)
+        counts = payload(4 * self.sizes.num_experts)
+        said = counts.view("<i4")
+        demand("counts", said.min() >= 0 and said.sum() <= record["TOKENS"] * record["TOP_K"])
+        return record, counts
 
     # --------------------------------------------------------------------------------------------------- combine
 
@@ -639,13 +999,19 @@ class NumpyRank:
             )
         self._open.remove(handle.n)
 
-    def _rows_at(self, handle: Handle, source: int, owner: int) -> int:
-        """How many rows of ``source`` the experts of ``owner`` computed."""
-        return int(handle.counts_RE[source, self.sizes.experts_of(owner)].sum())
+    def _waves_of(self, totals: list[int]) -> tuple[int, set[int]]:
+        """How many waves a combine takes, and the owners that give in waves."""
+        if self.sizes.push or max(totals) <= self.cap:
+            return 1, set()
+        return max(-(-total // self.cap) for total in totals), {p for p in self.ranks if totals[p] > self.cap}
 
-    def _concerned(self, handle: Handle) -> Iterator[int]:
+    def _sources(self, handle: Handle) -> list[int]:
         """Other ranks that have rows here."""
-        return (q for q in self.peers if self._rows_at(handle, q, self.rank))
+        return [q for q in self.peers if handle.counts_RE[q, self.own].any()]
+
+    def _owners(self, handle: Handle) -> set[int]:
+        """Other ranks that have rows of this one."""
+        return {p for p in self.peers if handle.counts_RE[self.rank, self.sizes.experts_of(p)].any()}
 
     def _send_cell(self, q: int, h: int, words: dict[str, int], text: bytes, code: int) -> None:
         start = self._cell(h, self.rank)
@@ -660,9 +1026,13 @@ class NumpyRank:
         """This rank's y is unusable: tell those that wait for it. The handle is closed."""
         self._close_handle(handle)
         data = cut(text, self.at.cell_text_bytes)
-        for q in self._concerned(handle):
+        for q in self._sources(handle):
             words = {"REASON": reason, "TEXT_BYTES": len(data)}
             self._send_cell(q, handle.n, words, data, -self.code(handle.n))
+        W, waving = self._waves_of(self._first_rows(handle.counts_RE, handle.align)[1])
+        for p in waving & self._owners(handle):
+            self._say(p, handle.n, COMBINE_READ, W)
+        self._end_call(reason)
 
     def combine(
         self,
@@ -672,36 +1042,127 @@ class NumpyRank:
         dtype: int,
         weight_dtype: int = NO_DTYPE,
         wide: bool = False,
+        push: bool = False,
+        sums: bool = True,
     ) -> Array:
-        """One pull combine.
+        """One combine.
 
         Args:
             y: [N, H] of STORAGE[dtype].
             weights: [T, K] of STORAGE[weight_dtype], or None.
             wide: put y's rows as far apart as the group's widest.
+            push: write them into the windows of their sources.
+            sums: False for a rank whose weights are unusable.
 
         Returns:
             [T, H] of STORAGE[dtype].
         """
         self._close_handle(handle)
-        h, own = handle.n, self.sizes.experts_of(self.rank)
-        N, H = y.shape
-        assert y.dtype == STORAGE[dtype] and handle.counts_RE[:, own].sum() == N
-        self._progress(COMBINE_WRITE)
-        stride = self.at.row_stride if wide else align(H * y.itemsize, self.at.row_align)
-        y_offset = self._slot("y", h)
-        self._rows(self.rank, y_offset, stride, (N, H), dtype)[:] = y
-        words = {
-            "DTYPE": dtype,
-            "HIDDEN": H,
-            "STRIDE": stride,
-            "Y_LO": low(y_offset),
-            "Y_HI": high(y_offset),
-        }
-        for q in self._concerned(handle):
-            self._send_cell(q, h, words, b"", self.code(h))
+        h, C, H = handle.n, handle.counts_RE, y.shape[1]
+        first_RE, totals = self._first_rows(C, handle.align)
+        assert y.dtype == STORAGE[dtype] and len(y) >= totals[self.rank]
+        W, waving = self._waves_of(totals)
+        push = self.sizes.push and (push or totals[self.rank] > self.cap)
+        y_NB = as_bytes(y)
+        B = H * y.itemsize
+        error: Exception | None = None if sums else ValueError("the weights are unusable")
+        rows_PB = np.zeros((int(C[self.rank].sum()), B), np.uint8)  # in list order
+        cells: dict[int, dict[str, int]] = {}
+        owners = self._owners(handle)
+        for w in range(W):
+            self._phase(COMBINE_WRITE)
+            cut_at = w if self.rank in waving else None
+            if cut_at is not None or w == 0:
+                self._give(handle, y_NB, dtype, H, first_RE, cut_at, wide, push)
+            self._phase(COMBINE_WAIT)
+            try:
+                if error is None and w == 0:
+                    cells = self._see_cells(handle, owners, dtype, H)
+                for p in sorted(owners & set(cells)) if error is None else ():
+                    if w == 0 or p in waving:
+                        self._fetch(handle, p, cells[p], first_RE, w if p in waving else None, rows_PB)
+            except (PeerAborted, CallMismatch) as found:
+                error = found
+            if error is not None:
+                for p in waving & owners:
+                    self._say(p, h, COMBINE_READ, W)
+        if error is not None:
+            self._end_call(1)
+            raise error
+        for begin, lo, hi in self._parts(C, first_RE, self.rank, self.rank, None):
+            rows_PB[begin : begin + hi - lo] = y_NB[lo:hi]
 
-        self._progress(COMBINE_WAIT)
+        self._phase(COMBINE_SUM)
+        T, K = handle.idx_TK.shape
+        acc: type[np.floating[Any]] = np.float64 if dtype == FLOAT64 else np.float32
+        out = np.zeros((T, H), acc)
+        started = np.zeros(T, bool)
+        flat = handle.idx_TK.reshape(-1)
+        listed = sorted(np.flatnonzero(flat >= 0), key=lambda pair: (flat[pair], pair))
+        with np.errstate(all="ignore"):
+            for place in np.argsort(listed):  # in (token, k) order
+                t, k = divmod(int(listed[place]), K)
+                value = widen(rows_PB[place].view(STORAGE[dtype]), dtype, acc)
+                if weights is not None:
+                    value = value * widen(weights[t, k : k + 1], weight_dtype, acc)
+                out[t] = out[t] + value if started[t] else value
+                started[t] = True
+            result = narrow(out, dtype)
+        self._end_call(0)
+        return result
+
+    def _give(
+        self,
+        handle: Handle,
+        y_NB: Array,
+        dtype: int,
+        H: int,
+        first_RE: Array,
+        wave: int | None,
+        wide: bool,
+        push: bool,
+    ) -> None:
+        """The owner's part: its rows (of a wave), then the cells, or after the first wave the watermarks."""
+        h, C, B = handle.n, handle.counts_RE, y_NB.shape[1]
+        first_row = (wave or 0) * self.cap
+
+        def sources_of(w: int | None) -> set[int]:
+            return {q for q in self._sources(handle) if any(self._parts(C, first_RE, q, self.rank, w))}
+
+        if wave:
+            self._wait(
+                f"wave {wave} of combine {h}",
+                sources_of(wave - 1),
+                lambda q: self._heard(q, h, COMBINE_READ) >= wave,
+            )
+        stride = self.at.y_row if wide else align(B, self.at.row_align)
+        y_offset = self._slot("y", h)
+        for q in self._sources(handle):
+            for begin, lo, hi in self._parts(C, first_RE, q, self.rank, wave):
+                for r in range(lo, hi):
+                    if push:
+                        start = self._slot("z", h) + (begin + r - lo) * self.at.remote_stride(B)
+                        self._put(q, start, 0, y_NB[r])
+                        if self.at.format == LINE:
+                            for offset in self._code_offsets(start, 0, B):
+                                self._write_code(q, offset, self.code(h))
+                    else:
+                        self._rows(self.rank, y_offset + (r - first_row) * stride, stride, (1, B))[0] = y_NB[
+                            r
+                        ]
+        words = {"DTYPE": dtype, "HIDDEN": H, "MODE": PUSH if push else PULL}
+        if not push:
+            words |= {"STRIDE": stride, **both("Y", y_offset)}
+        if not wave:
+            for q in self._sources(handle):
+                self._send_cell(q, h, words, b"", self.code(h))
+        else:
+            for q in sources_of(wave):
+                self._say(q, h, COMBINE_READY, wave + 1)
+
+    def _see_cells(self, handle: Handle, owners: set[int], dtype: int, H: int) -> dict[int, dict[str, int]]:
+        """Wait for the cells of all owners."""
+        h = handle.n
         cells: dict[int, dict[str, int]] = {}
         refusals: dict[int, str] = {}
 
@@ -711,72 +1172,61 @@ class NumpyRank:
             if code not in (self.code(h), -self.code(h)):
                 return False
             body = self._words(self.rank, start + self.at.cell_body, CELL_WORDS).copy()
-            cell = {name: int(body[word]) for name, word in CELL.items()}
-            if code > 0:
-                cells[p] = cell
-            else:
-                text = self._bytes(self.rank, start + self.at.cell_text, cell["TEXT_BYTES"])
+            cells[p] = {name: int(body[word]) for name, word in CELL.items()}
+            if code < 0:
+                text = self._bytes(self.rank, start + self.at.cell_text, cells[p]["TEXT_BYTES"])
                 refusals[p] = text.tobytes().decode(errors="replace")
             return True
 
-        waiting = {p for p in self.peers if self._rows_at(handle, self.rank, p)}
-        self._wait("combine", waiting, poll)
+        self._wait(f"combine {h}", set(owners), poll)
         if refusals:
-            self._progress(IDLE)
             raise PeerAborted(f"rank {self.rank}, combine of handle {h}: {refusals}")
         said = {p: (cell["DTYPE"], cell["HIDDEN"]) for p, cell in cells.items()}
         if set(said.values()) - {(dtype, H)}:
-            self._progress(IDLE)
             raise CallMismatch(f"rank {self.rank}, combine of handle {h}: {(dtype, H)} here, by rank: {said}")
+        for p, cell in cells.items():
+            if cell["MODE"] not in (PULL, PUSH) or (cell["MODE"] == PUSH and not self.sizes.push):
+                raise ProtocolError(f"cell of rank {p}, handle {h}: {cell}")
+        return cells
 
-        self._progress(COMBINE_SUM)
-        T, K = handle.idx_TK.shape
-        acc: type[np.floating[Any]] = np.float64 if dtype == FLOAT64 else np.float32
-        out = np.zeros((T, H), acc)
-        started = np.zeros(T, bool)
-        places = self._places(handle)
-        with np.errstate(all="ignore"):
-            for k in range(K):
-                for t in range(T):
-                    if (t, k) not in places:
-                        continue
-                    p, row = places[t, k]
-                    if p == self.rank:
-                        term = y[row]
-                    else:
-                        cell = cells[p]
-                        offset = joined(cell["Y_LO"], cell["Y_HI"]) + row * cell["STRIDE"]
-                        term = self._rows(p, offset, cell["STRIDE"], (1, H), dtype)[0]
-                    value = widen(term, dtype, acc)
-                    if weights is not None:
-                        value = value * widen(weights[t, k : k + 1], weight_dtype, acc)
-                    out[t] = out[t] + value if started[t] else value
-                    started[t] = True
-            result = narrow(out, dtype)
-        self._progress(IDLE)
-        return result
-
-    def _places(self, handle: Handle) -> dict[tuple[int, int], tuple[int, int]]:
-        """(token, k) -> (owner, row at the owner), for every kept pair of this rank."""
-        places: dict[tuple[int, int], tuple[int, int]] = {}
-        C = handle.counts_RE
-        for p in range(self.sizes.world_size):
-            experts = self.sizes.experts_of(p)
-            for e in experts:
-                row = int(C[:, experts.start : e].sum() + C[: self.rank, e].sum())
-                for t, k in np.argwhere(handle.idx_TK == e):
-                    places[int(t), int(k)] = (p, row)
-                    row += 1
-        return places
+    def _fetch(
+        self, handle: Handle, p: int, cell: dict[str, int], first_RE: Array, wave: int | None, rows_PB: Array
+    ) -> None:
+        """Copy this rank's rows of an owner (of a wave) to their places in the list."""
+        h, B = handle.n, rows_PB.shape[1]
+        parts = list(self._parts(handle.counts_RE, first_RE, self.rank, p, wave))
+        if not parts:
+            return
+        if wave:
+            self._wait(
+                f"wave {wave} of combine {h}", {p}, lambda q: self._heard(q, h, COMBINE_READY) >= wave + 1
+            )
+        y, stride = joined(cell["Y_LO"], cell["Y_HI"]), cell["STRIDE"]
+        for begin, lo, hi in parts:
+            for r in range(lo, hi):
+                place = begin + r - lo
+                if cell["MODE"] == PULL:
+                    offset = y + (r - (wave or 0) * self.cap) * stride
+                    if not (self.at.y <= offset and offset + B <= self.at.y_end):
+                        raise ProtocolError(f"cell of rank {p}, handle {h}: {cell}")
+                    rows_PB[place] = self._rows(p, offset, stride, (1, B))[0]
+                    continue
+                start = self._slot("z", h) + place * self.at.remote_stride(B)
+                if self.at.format == LINE:
+                    offsets = self._code_offsets(start, 0, B)
+                    self._wait(f"rows of combine {h}", {p}, lambda _: self._all_here(h, offsets))  # noqa: B023  called here
+                rows_PB[place] = self._get(self.rank, start, 0, B)
+        if wave is not None:
+            self._say(p, h, COMBINE_READ, wave + 1)
 
     # ------------------------------------------------------------------------------------------------------ ends
 
-    def _send_status(self, code: int, who: int) -> None:
+    def _send_status(self, code: int, who: int, reason: int) -> None:
         words = {
+            "REASON": reason,
             "WHO": who,
-            "EPOCH_LO": low(self.n),
-            "EPOCH_HI": high(self.n),
-            "PHASE": self.phase,
+            **both("EPOCH", self.n),
+            "PHASE": int(self._own_progress[PROGRESS["PHASE"]]),
             "GENERATION": self.generation,
         }
         body = np.zeros(STATUS_WORDS, "<i4")
@@ -788,10 +1238,10 @@ class NumpyRank:
             self._write_code(q, start + self.at.status_code, code)
         self._ended = True
 
-    def poison(self, who: int = -1) -> None:
+    def poison(self, who: int = -1, reason: int = LOST) -> None:
         """Tell all peers that the group has ended because ``who`` was missing."""
-        self._send_status(POISON, who)
+        self._send_status(POISON, who, reason)
 
     def leave(self) -> None:
         """Tell all peers that this rank has closed its group."""
-        self._send_status(LEFT, -1)
+        self._send_status(LEFT, -1, 0)

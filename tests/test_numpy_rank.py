@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy_rank
@@ -19,18 +20,16 @@ from numpy_rank import Layout, Sizes
 from pool import RankFailed, RankPool
 from rank_bodies import numpy_rank_bodies as bodies
 from rank_bodies.errors import Caught
-from rank_bodies.inputs import GroupSpec, dtype_of
+from rank_bodies.inputs import dtype_of
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
-FORMATS = ["portable", "compact"]
+FORMATS = ["portable", "compact", "line"]
 BOTH = pytest.mark.parametrize("fmt", FORMATS)
 
 
-def usual(
-    fmt: str = "portable", experts: int = 4, timeout: float = 20.0, recv_rows: int | None = None
-) -> GroupSpec:
+def usual(fmt: str = "portable", experts: int = 4, timeout: float = 20.0, **more: Any) -> bodies.Spec:
     """A small group."""
-    return GroupSpec(experts, 2, 16, 8, record_format=fmt, timeout=timeout, recv_rows=recv_rows)
+    return bodies.Spec(experts, 2, 16, 8, record_format=fmt, timeout=timeout, **more)
 
 
 def check(error: Caught | None, kind: str, *words: str) -> None:
@@ -53,14 +52,14 @@ def table(name: str) -> list[list[str]]:
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["example", "record-bytes", "cell-bytes", "status-bytes"])
+@pytest.mark.parametrize("name", ["example", "record-bytes", "cell-bytes", "wave-bytes", "status-bytes"])
 def test_layout_is_the_document_s_example(name: str) -> None:
-    sizes = Sizes(2, 8, 2, 16, row_bytes=65 * 2, max_recv_rows=64, slots=2)
+    sizes = Sizes(2, 8, 2, 16, row_bytes=65 * 2, max_recv_rows=64, slots=2, push=True)
     rows = table(name)
     assert len(rows) >= 3
-    for field, compact, portable in rows:
-        got = [getattr(Layout(sizes, fmt), field) for fmt in (numpy_rank.COMPACT, numpy_rank.PORTABLE)]
-        assert got == [int(compact), int(portable)], field
+    for field, *documented in rows:
+        got = [getattr(Layout(sizes, fmt), field) for fmt in (0, 1, 2)]
+        assert got == [int(value) for value in documented], field
 
 
 @pytest.mark.parametrize("name", ["header", "record", "cell", "status", "progress"])
@@ -73,17 +72,29 @@ def test_numbers_are_the_document_s() -> None:
     named = {row[0]: row[1] for row in table("numbers")}
     dtypes = {"none": "NO_DTYPE", "float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}
     dtypes["float64"] = "FLOAT64"
-    for what in ("kind of a record", "code of a status cell", "phase", "dtype"):
+    for what in (
+        "kind of a record",
+        "code of a status cell",
+        "phase",
+        "mode",
+        "quantisation",
+        "kind of a wave cell",
+        "dtype",
+    ):
         for pair in named[what].split(", "):
             number, name = pair.split()
             assert getattr(numpy_rank, dtypes.get(name, name)) == int(number), what
-    assert {
+    assert {what: int(n) for what, n in named.items() if n.isdigit()} == {
         "words of a record's header": numpy_rank.RECORD_WORDS,
         "least bytes of a record's payload": numpy_rank.LEAST_PAYLOAD,
         "words of a combine or status body": numpy_rank.CELL_WORDS,
         "bytes of a refusal's text": numpy_rank.CELL_TEXT_BYTES,
-        "bytes of a portable code": numpy_rank.PORTABLE_CODE_BYTES,
-    }.items() <= {what: int(n) for what, n in named.items() if n.isdigit()}.items()
+        "bytes of a code in portable and line": numpy_rank.CODE_BYTES,
+        "most bytes beside a row's elements": numpy_rank.BESIDE_A_ROW,
+    }
+    assert (
+        named["bytes of a line, and of its payload"] == f"{numpy_rank.LINE_BYTES}, {numpy_rank.LINE_PAYLOAD}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ elements
@@ -107,41 +118,71 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
 
 # --------------------------------------------------------------------------------------------------------- many steps
 
-# R, the numpy rank, format, NS, first n, V. A code wraps after V calls: once in "around V", often where V is small.
-RUNS = {
-    "2 ranks, numpy first": (2, 0, "portable", 2, 1, None),
-    "2 ranks, around V": (2, 1, "portable", 2, 2**31 - 20, None),
-    "2 ranks, V of 5": (2, 0, "portable", 2, 1, 5),
-    "3 ranks, three slots, n beyond 32 bits": (3, 1, "portable", 3, 2**32 - 30, None),
-    "3 ranks, numpy last": (3, 2, "portable", 2, 1, None),
-    "2 ranks, compact": (2, 1, "compact", 2, 2**62 - 20, None),
-    "3 ranks, compact, V of 6": (3, 0, "compact", 3, 1, 6),
+# ranks, numpy's rank, format, dispatches, more. A code wraps after V calls: once in "around V", often where V is small. cap is
+# max_recv_rows: where it is small, push dispatches go in waves, and combines too in groups without push.
+RUNS: dict[str, tuple[int, int, str, int, dict[str, Any]]] = {
+    "2 ranks, numpy first": (2, 0, "portable", 36, {}),
+    "2 ranks, around V": (2, 1, "portable", 32, {"first_n": 2**31 - 20}),
+    "2 ranks, V of 5": (2, 0, "portable", 36, {"largest_code": 5}),
+    "3 ranks, three slots, n beyond 32 bits": (3, 1, "portable", 32, {"depth": 3, "first_n": 2**32 - 20}),
+    "2 ranks, compact, around V": (2, 1, "compact", 32, {"first_n": 2**62 - 20}),
+    "3 ranks, compact, V of 7": (3, 0, "compact", 36, {"depth": 3, "largest_code": 7}),
+    "2 ranks, line": (2, 0, "line", 32, {"largest_code": 8}),
+    "push, compact": (3, 2, "compact", 36, {"push": True, "flag_rows": 1}),
+    "push, portable, three slots": (3, 0, "portable", 32, {"push": True, "flag_rows": 3, "depth": 3}),
+    "push, line": (3, 1, "line", 32, {"push": True}),
+    "push, V of 5": (2, 0, "compact", 36, {"push": True, "largest_code": 5, "flag_rows": 3}),
+    "push, portable, V of 6": (2, 1, "portable", 36, {"push": True, "largest_code": 6}),
+    "push, line, V of 8": (2, 1, "line", 32, {"push": True, "largest_code": 8}),
+    "always push": (3, 1, "portable", 32, {"push": True, "always": True, "flag_rows": 1}),
+    "waves, compact": (3, 1, "compact", 32, {"push": True, "recv_rows": 9, "flag_rows": 3, "sync": True}),
+    "waves, portable": (
+        2,
+        0,
+        "portable",
+        40,
+        {"push": True, "recv_rows": 11, "largest_code": 5, "sync": True},
+    ),
+    "waves, line": (3, 2, "line", 32, {"push": True, "recv_rows": 9, "largest_code": 6, "sync": True}),
+    "waves of one row": (2, 1, "compact", 30, {"push": True, "recv_rows": 1, "sync": True}),
+    "combine in waves, compact": (3, 0, "compact", 32, {"recv_rows": 9, "largest_code": 5}),
+    "combine in waves, portable": (2, 1, "portable", 32, {"recv_rows": 11}),
+    "combine in waves, line": (3, 1, "line", 32, {"recv_rows": 9, "largest_code": 8}),
 }
 
 
-@pytest.mark.parametrize(
-    ("ranks", "numpy_at", "fmt", "depth", "first_n", "largest_code"), RUNS.values(), ids=RUNS
-)
-def test_many_steps(
-    pool: RankPool, ranks: int, numpy_at: int, fmt: str, depth: int, first_n: int, largest_code: int | None
-) -> None:
-    spec = GroupSpec(7, 3, 24, 40, record_format=fmt, depth=depth)
-    seed = 10 * ranks + numpy_at
-    program = bodies.make_program(seed, depth, 64)
+@pytest.mark.parametrize("run", RUNS)
+def test_many_steps(pool: RankPool, run: str) -> None:
+    ranks, numpy_at, fmt, dispatches, more = RUNS[run]
+    spec = bodies.Spec(7, 3, 24, 40, record_format=fmt, **more)
+    seed = list(RUNS).index(run)
+    program = bodies.make_program(seed, spec.depth, dispatches, not spec.sync)
     combined = sum(word[0] == "C" for word in program)
-    assert combined >= 40 and any(word[0] == "X" for word in program)
-    ran = pool.run(ranks, bodies.many_steps, spec, numpy_at, 64, seed, first_n, largest_code)
-    assert ran == [combined] * ranks
+    assert combined >= dispatches // 2
+    ran = pool.run(ranks, bodies.many_steps, spec, numpy_at, dispatches, seed)
+    assert [found["combined"] for found in ran] == [combined] * ranks
+    product = ran[1 if numpy_at == 0 else 0]
+    assert (product["pushes"] > dispatches // 2) == spec.push
+    assert (product["waves"] > 1.5 * dispatches) == (spec.recv_rows is not None)
 
 
 def test_turns_are_of_every_kind() -> None:
-    """The steps of the first run above (its seed is 20) cover what the test is about."""
-    spec = GroupSpec(7, 3, 24, 40)
-    turns = [bodies.make_turn(20_000 + i, spec, 2) for i in range(64)]
+    """The steps of two runs above cover what the test is about."""
+    spec = bodies.Spec(7, 3, 24, 40)
+    made = []
+    for seed in (0, 7):
+        program = bodies.make_program(seed, 2, 64)
+        assert {word[0] for word in program} == set("ABCDWX")
+        made += list(bodies.make_turns(seed, program, spec, 2).values())
+    turns = [turn for turn, _ in made]
     assert {turn.step.dtype for turn in turns} == set(bodies.NAMES)
     assert {turn.step.weight_dtype for turn in turns} == {None, *bodies.NAMES}
     assert {turn.step.weigh for turn in turns} == {"both", "dispatch", "combine"}
     assert {turn.other for turn in turns} == {False, True}
+    assert {turn.padding for turn in turns} == {1, 2, 5}
+    assert {turn.quantize for turn in turns} == {None, "int8", "fp8_e4m3"}
+    assert {pad is None for turn in turns for pad in turn.pads} == {False, True}
+    assert sum(again >= 0 for _, again in made) >= 10
     assert len({turn.step.hidden for turn in turns}) >= 4
     assert any(0 in turn.step.tokens and any(turn.step.tokens) for turn in turns)
     assert any(not any(turn.step.tokens) for turn in turns)
@@ -153,11 +194,20 @@ def test_turns_are_of_every_kind() -> None:
             assert turn.step.hidden * dtype_of(name).itemsize <= room
 
 
-@pytest.mark.parametrize("experts", [2, 201])
-def test_numbers_of_experts(pool: RankPool, experts: int) -> None:
-    """Fewer experts than ranks, and more counts than the least payload of a record holds."""
-    spec = GroupSpec(experts, 3, 24, 40, record_format="portable")
-    pool.run(3, bodies.many_steps, spec, 1, 12, 4, 1, None)
+@pytest.mark.parametrize(
+    ("experts", "fmt", "push"), [(2, "portable", False), (201, "portable", True), (201, "line", False)]
+)
+def test_numbers_of_experts(pool: RankPool, experts: int, fmt: str, push: bool) -> None:
+    """Fewer experts than ranks, and more counts than the least payload of a record, or its first lines, hold."""
+    spec = bodies.Spec(experts, 3, 24, 40, record_format=fmt, push=push)
+    pool.run(3, bodies.many_steps, spec, 1, 12, 4)
+
+
+@BOTH
+def test_wide_rows(pool: RankPool, fmt: str) -> None:
+    """Rows of several lines, and several scales in each."""
+    spec = bodies.Spec(5, 2, 6, 300, record_format=fmt, push=True, flag_rows=1)
+    pool.run(2, bodies.many_steps, spec, 1, 20, 5)
 
 
 # ------------------------------------------------------------------------------------------------------------- headers
@@ -165,15 +215,15 @@ def test_numbers_of_experts(pool: RankPool, experts: int) -> None:
 
 @BOTH
 def test_header(pool: RankPool, fmt: str) -> None:
-    spec = GroupSpec(5, 2, 33, 77, "bfloat16", record_format=fmt, depth=3)
+    spec = bodies.Spec(5, 2, 33, 77, "bfloat16", record_format=fmt, depth=3, push=True, first_n=8)
     found = pool.run(3, bodies.headers, spec, 1)[1]
-    headers, sizes, rest, unwritten, total_bytes = found
+    headers, sizes, rest, unwritten, counters, total_bytes = found
     for rank, header in enumerate(headers):
         nonce = (header.pop("NONCE_LO"), header.pop("NONCE_HI"))
         assert header == {
             "MAGIC": numpy_rank.MAGIC,
             "VERSION": numpy_rank.VERSION,
-            "FORMAT": numpy_rank.COMPACT if fmt == "compact" else numpy_rank.PORTABLE,
+            "FORMAT": bodies.FORMATS[fmt],
             "GENERATION": headers[0]["GENERATION"],
             "RANK": rank,
             "WORLD_SIZE": 3,
@@ -182,7 +232,8 @@ def test_header(pool: RankPool, fmt: str) -> None:
         header["nonce"] = nonce
     assert len({header["nonce"] for header in headers}) == 3
     assert sizes == [total_bytes] * 3
-    assert rest == [False] * 3 and unwritten == [False] * 3, "a new window is zero but for its header"
+    assert counters == [[7, 0, 0]] * 3
+    assert rest == [False] * 3 and unwritten == [False] * 3, "a new window is zero but for those"
 
 
 # ------------------------------------------------------------------------------------------------------ calls that fail
@@ -224,24 +275,45 @@ def test_records_of_an_ended_call_are_waited_out(pool: RankPool, fmt: str, late:
 
 def test_records_of_an_ended_call_have_to_be_waited_out(pool: RankPool) -> None:
     """What happens when the numpy rank is the one that hurries: the product never gets to see a record."""
-    for error in pool.run(2, bodies.waits_out, usual(timeout=1.0), 1, 0, bodies.HastyRank):
-        assert "PeerLost" in error or "PeerGone" in error or "TimeoutError" in error
+    product, numpy = pool.run(2, bodies.waits_out, usual(timeout=1.0), 1, 0, bodies.HastyRank)
+    # Whichever gives up first.
+    assert "PeerTimeout" in product or "PeerLost" in product
+    assert "TimeoutError" in numpy or "PeerGone" in numpy
 
 
-@pytest.mark.parametrize(("ranks", "numpy_at", "fmt"), [(2, 0, "portable"), (3, 1, "compact")])
-@pytest.mark.parametrize("what", ["tag", "H", "dtype", "weight dtype", "weights"])
-def test_mismatch(pool: RankPool, ranks: int, numpy_at: int, fmt: str, what: str) -> None:
-    for error in pool.run(ranks, bodies.mismatch, usual(fmt), numpy_at, what):
-        check(error, "CallMismatch")
+MISMATCHES = [
+    "tag",
+    "H",
+    "dtype",
+    "weight dtype",
+    "weights",
+    "quantize",
+    "align",
+    "routing",
+    "other routing",
+]
 
 
-@pytest.mark.parametrize(("numpy_at", "fmt"), [(0, "portable"), (2, "compact")])
-def test_too_many_rows(pool: RankPool, numpy_at: int, fmt: str) -> None:
-    too_few = usual(fmt, recv_rows=3 * 16 * 2 - 1)
-    for rank, error in enumerate(pool.run(3, bodies.mismatch, too_few, numpy_at, "rows")):
-        check(error, "TooManyRows" if rank == numpy_at else "WindowTooSmall", "rank 2", "96")
-    enough = usual(fmt, recv_rows=3 * 16 * 2)
-    assert pool.run(3, bodies.mismatch, enough, numpy_at, "rows") == [None] * 3
+@pytest.mark.parametrize(
+    ("ranks", "numpy_at", "fmt"), [(2, 0, "portable"), (3, 1, "compact"), (2, 1, "line")]
+)
+def test_mismatch(pool: RankPool, ranks: int, numpy_at: int, fmt: str) -> None:
+    for errors in pool.run(ranks, bodies.mismatches, usual(fmt, push=ranks == 3), numpy_at, MISMATCHES):
+        assert len(errors) == len(MISMATCHES)
+        for error in errors:
+            check(error, "CallMismatch")
+
+
+@pytest.mark.parametrize(
+    ("numpy_at", "fmt", "padding"),
+    [(0, "portable", 1), (2, "compact", 1), (0, "line", 7), (2, "portable", 7)],
+)
+def test_pad_too_small(pool: RankPool, numpy_at: int, fmt: str, padding: int) -> None:
+    """PAD counts the padding of ALIGN, too."""
+    rows = {1: 96, 7: 98}[padding]
+    for error in pool.run(3, bodies.pads, usual(fmt), numpy_at, rows - 1, padding):
+        check(error, "PadTooSmall", "rank 2", str(rows), str(rows - 1))
+    assert pool.run(3, bodies.pads, usual(fmt), numpy_at, rows, padding) == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -289,14 +361,118 @@ def test_expired_handle(pool: RankPool, numpy_at: int) -> None:
 @pytest.mark.parametrize(("numpy_at", "fmt"), [(0, "portable"), (1, "compact")])
 @pytest.mark.parametrize("aborting", [0, 1])
 def test_code_of_the_lap_before(pool: RankPool, numpy_at: int, fmt: str, aborting: int) -> None:
-    assert pool.run(2, bodies.stale_code, usual(fmt), numpy_at, aborting) == [None, None]
+    assert pool.run(2, bodies.stale_code, usual(fmt, largest_code=6), numpy_at, aborting) == [None, None]
 
 
 def test_code_of_the_lap_before_has_to_go(pool: RankPool) -> None:
     """What happens when the numpy rank forgets to clear: it reads rows that are not there yet."""
-    product, numpy = pool.run(2, bodies.stale_code, usual(), 1, 1, bodies.ForgetfulRank)
+    product, numpy = pool.run(2, bodies.stale_code, usual(largest_code=6), 1, 1, bodies.ForgetfulRank)
     assert product is None
     check(numpy, "AssertionError", "call 9 on rank 1: combined")
+
+
+@pytest.mark.parametrize(
+    ("numpy_at", "fmt", "code_max", "more"),
+    [
+        (1, "compact", 6, {"push": True, "always": True}),
+        (0, "portable", 8, {"push": True, "always": True, "flag_rows": 1}),
+        (1, "line", 6, {"push": True, "always": True}),
+        (0, "compact", 6, {"push": True, "always": True, "recv_rows": 5}),
+        (1, "portable", 6, {"recv_rows": 5}),
+        (0, "line", 8, {"recv_rows": 5}),
+    ],
+)
+def test_sparse_rows_over_laps(
+    pool: RankPool, numpy_at: int, fmt: str, code_max: int, more: dict[str, Any]
+) -> None:
+    """Rows whose place nobody else writes, a lap apart, from a rank that is late."""
+    spec = usual(fmt, largest_code=code_max, **more)
+    assert pool.run(2, bodies.sparse_laps, spec, numpy_at, 2 * code_max + 3) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("numpy_at", "fmt", "push"),
+    [
+        (0, "portable", False),
+        (1, "compact", False),
+        (2, "line", False),
+        (0, "line", True),
+        (1, "portable", True),
+    ],
+)
+def test_combine_that_ends_early_in_waves(pool: RankPool, numpy_at: int, fmt: str, push: bool) -> None:
+    """A rank that can't sum keeps nobody waiting and gives its own rows to the end."""
+    spec = usual(fmt, recv_rows=5, timeout=5.0, push=push)
+    cases = [(who, how) for how in ("refuses", "bad weights") for who in (0, 1, 0)]
+    for rank, errors in enumerate(pool.run(3, bodies.ends_in_waves, spec, numpy_at, cases)):
+        for error, (who, how) in zip(errors, cases, strict=True):
+            if rank == who:
+                if rank != numpy_at:
+                    check(error, "BadValue")
+                elif how == "bad weights":
+                    check(error, "ValueError", "weights")
+                else:
+                    assert error is None
+            elif how == "refuses":
+                check(error, "PeerAborted", str(who))
+            else:
+                assert error is None
+
+
+@pytest.mark.parametrize(("numpy_at", "fmt"), [(0, "portable"), (1, "compact"), (0, "line")])
+@pytest.mark.parametrize("aborting", [0, 1])
+def test_abort_with_a_dispatch_under_way(pool: RankPool, numpy_at: int, fmt: str, aborting: int) -> None:
+    for rank, (second, late) in enumerate(
+        pool.run(2, bodies.abort_under_way, usual(fmt), numpy_at, aborting)
+    ):
+        if rank != aborting:
+            check(second, "PeerAborted", f"rank {rank}")
+        elif rank != numpy_at:
+            check(second, "BadValue")
+        check(late, "HandleExpired")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "lie", "got"),
+    [
+        ("compact", 0, [False, False, True, True]),
+        ("portable", 0, [False, False, True, True]),
+        ("line", 0, [False, False, True, True]),
+        ("compact", 1000, [True, False, True, True]),
+        ("line", -5, [True, False, True, True]),
+    ],
+)
+def test_read_words(pool: RankPool, fmt: str, lie: int, got: list[bool]) -> None:
+    """x of a call may be written again when all ranks have said so; one that says more than can be true isn't believed."""
+    assert pool.run(2, bodies.read_words, usual(fmt), 1, lie)[0] == got
+
+
+VERDICTS = {
+    "good": (1, 0),
+    "good combine": (0, 0),
+    "combined twice": (0, 0),
+    "good again": (1, 0),
+    "own abort": (1, 1),
+    "own abort, no tensor": (1, 2),
+    "peer's abort": (1, 3),
+    "mismatch": (1, 4),
+    "pad": (1, 5),
+    "refusal of a peer": (0, 3),
+    "own refusal": (0, 1),
+    "bad weights": (0, 1),
+    "expired": (0, 1),  # a local error says nothing: that is still the call before
+    "the last of them": (0, 0),
+    "left": (1, 6),
+    "after the end": (0, 6),
+}
+
+
+@BOTH
+def test_progress_after_every_way_out(pool: RankPool, fmt: str) -> None:
+    """The counter goes on by one in every dispatch, and VERDICT says how the call ended."""
+    found = pool.run(2, bodies.verdicts, usual(fmt, timeout=2.0), 0)[1]
+    assert {name: (step, verdict) for name, step, _, verdict in found} == VERDICTS
+    assert {phase for name, _, phase, _ in found if name != "expired"} == {numpy_rank.IDLE}
 
 
 # ---------------------------------------------------------------------------------------------------------------- ends
@@ -351,7 +527,7 @@ def test_product_does_not_come(pool: RankPool, fmt: str) -> None:
 
 # -------------------------------------------------------------------------------------- what the product doesn't accept
 
-FAULTS = {
+FAULTS: dict[str, str] = {
     "seven of eight words of a record": "portable",
     "first word missing": "portable",
     "record in the other slot": "portable",
@@ -360,6 +536,7 @@ FAULTS = {
     "code of the call after": "portable",
     "code of a refusal": "portable",
     "seven of eight words of a cell": "portable",
+    "seven of eight words of a line": "line",
     "cell in the other slot": "compact",
 }
 
@@ -367,7 +544,7 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "fmt"), FAULTS.items())
 def test_broken_rule(pool: RankPool, fault: str, fmt: str) -> None:
     """The product waits for what never becomes complete, and says whom it waited for."""
-    product, numpy = pool.run(2, bodies.broken, usual(fmt, timeout=1.0), 1, fault, None)
+    product, numpy = pool.run(2, bodies.broken, usual(fmt, timeout=0.5), 1, fault, None)
     assert numpy is None
     check(product, "PeerTimeout", "combine" if "cell" in fault else "dispatch", "rank 1", "call 2")
 
@@ -395,9 +572,97 @@ def test_wrong_contents_are_seen(pool: RankPool, wrong: str) -> None:
     check(product, "AssertionError", wrong)
 
 
-def test_right_contents_are_right(pool: RankPool) -> None:
-    """The test above sees nothing when nothing is wrong."""
-    assert pool.run(2, bodies.wrong_contents, usual(), 1, "") == [None, None]
+@pytest.mark.parametrize(
+    ("fmt", "wrong"),
+    [
+        ("compact", "a bit of a pushed row"),
+        ("portable", "a bit behind a pushed row"),
+        ("line", "a bit behind a pushed row"),
+        ("line", "a bit of z"),
+    ],
+)
+def test_wrong_contents_of_a_push_are_seen(pool: RankPool, fmt: str, wrong: str) -> None:
+    spec = usual(fmt, push=True, always=True)
+    product, _ = pool.run(2, bodies.wrong_contents, spec, 1, wrong)
+    check(product, "AssertionError", wrong)
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_right_contents_are_right(pool: RankPool, push: bool) -> None:
+    """The tests above see nothing when nothing is wrong."""
+    assert pool.run(2, bodies.wrong_contents, usual(push=push, always=push), 1, "") == [None, None]
+
+
+LIES = {
+    "a mode that doesn't exist": ({"MODE": 2}, "mode 2"),
+    "no rows a flag": ({"MODE": 1, "FLAG_ROWS": -1}, "-1 rows a flag"),
+    "less than no rows": ({"PAD_LO": -2, "PAD_HI": -1}, "pad_to = -2"),
+    "a digest": ({"ROUTING_LO": 5}, "routing"),
+    "quantised": ({"QUANT": 2}, "quantize is"),
+    "a quantisation that doesn't exist": ({"QUANT": 77}, "quantize is"),
+    "no alignment": ({"ALIGN": 0}, "align is 1 on rank 0 and 0 on rank 1"),
+    "align": ({"ALIGN": 8}, "align is 1 on rank 0 and 8 on rank 1"),
+    "too many tokens": ({"TOKENS": 1000}, "x region"),
+    "x in y": ({"X_LO": 2**30}, "x region"),
+    "another kind": ({"KIND": numpy_rank.ROUND}, "kind of call"),
+}
+
+
+@pytest.mark.parametrize(("fmt", "push"), [("portable", False), ("compact", True), ("line", True)])
+def test_records_that_cannot_be(pool: RankPool, fmt: str, push: bool) -> None:
+    spec = usual(fmt, push=push)
+    errors = pool.run(2, bodies.lies, spec, 1, [words for words, _ in LIES.values()])[0]
+    for error, (_, says) in zip(errors, LIES.values(), strict=True):
+        check(error, "CallMismatch", "rank 1", says)
+
+
+def test_push_in_a_group_without_push(pool: RankPool) -> None:
+    check(pool.run(2, bodies.lies, usual(), 1, [{"MODE": 1}])[0][0], "CallMismatch", "rank 1", "mode 1")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "entry"), [("portable", -1), ("compact", 8), ("line", 2**31 - 1), ("compact", -(2**31))]
+)
+def test_token_that_does_not_exist(pool: RankPool, fmt: str, entry: int) -> None:
+    """The product reads no rows beyond x, says whose list it was, and ends the group."""
+    error, numpy = pool.run(2, bodies.wrong_token, usual(fmt), 1, entry)
+    check(error, "PeerLost", "token list of rank 1")
+    code, body, _ = numpy
+    assert (code, body["REASON"], body["WHO"]) == (numpy_rank.POISON, numpy_rank.LOST, 1)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "fault", "push", "waits"),
+    [
+        ("portable", "silent", True, True),
+        ("compact", "silent", False, True),
+        ("line", "mark without a code", True, True),
+        ("portable", "mark without a code", False, True),
+        ("compact", "code without a mark", True, True),
+        ("line", "code without a mark", False, True),
+        ("portable", "negative mark", True, True),
+        ("compact", "all at once", True, False),
+        ("portable", "all at once", False, False),
+        ("line", "far beyond", True, False),
+        ("compact", "far beyond", False, False),
+    ],
+)
+def test_watermarks_that_lie(pool: RankPool, fmt: str, fault: str, push: bool, waits: bool) -> None:
+    """What never says that it has read is waited for; one that says so early harms itself and nobody else."""
+    spec = usual(fmt, timeout=0.5 if waits else 1.0, recv_rows=5, push=push, always=push)
+    error = pool.run(2, bodies.wrong_marks, spec, 1, fault, waits)[0]
+    if waits:
+        check(error, "PeerTimeout", "rank 1")
+    elif error is not None:
+        assert push  # the numpy rank may have lost flags that it had cleared too late, and given up
+        check(error, "PeerLost", "rank 1")
+
+
+@pytest.mark.parametrize("fault", ["no flag", "flag of another row", "flags in the other slot"])
+@pytest.mark.parametrize("fmt", ["portable", "compact"])
+def test_flags_that_are_wrong(pool: RankPool, fmt: str, fault: str) -> None:
+    spec = usual(fmt, timeout=0.5, push=True, always=True)
+    check(pool.run(2, bodies.wrong_flags, spec, 1, fault)[0], "PeerTimeout", "rank 1")
 
 
 def test_foreign_record_is_checked(pool: RankPool) -> None:

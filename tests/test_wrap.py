@@ -6,30 +6,37 @@ import pytest
 from pool import RankPool
 from rank_bodies import wrap
 
-FORMATS = ["compact", "portable"]
+FORMATS = ["compact", "portable", "line"]
 
 
 @pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize("protocol", ["pull", "push"])
 @pytest.mark.parametrize(
-    ("ranks", "code_max", "first", "depth"), [(2, 3, 1, 2), (2, 4, 1, 2), (3, 6, 2, 3), (4, 255, 250, 2)]
+    ("ranks", "code_max", "first", "depth"),
+    # The least V; multiples of NS, where a slot's codes come back in every lap; of NREC; and one that wraps late.
+    [(2, 5, 1, 2), (2, 6, 1, 2), (2, 8, 1, 2), (3, 9, 2, 3), (4, 255, 250, 2)],
 )
 def test_across_the_wrap(
-    pool: RankPool, record_format: str, ranks: int, code_max: int, first: int, depth: int
+    pool: RankPool, record_format: str, protocol: str, ranks: int, code_max: int, first: int, depth: int
 ) -> None:
-    pool.run(ranks, wrap.across_the_wrap, record_format, code_max, first, depth, 60)
+    pool.run(ranks, wrap.across_the_wrap, record_format, protocol, code_max, first, depth, 60)
 
 
 @pytest.mark.parametrize(
-    ("record_format", "first"), [("portable", 2**31 - 4), ("compact", 2**62 - 3), ("compact", 2**32 - 3)]
+    ("record_format", "first"),
+    [("portable", 2**31 - 4), ("line", 2**31 - 4), ("compact", 2**62 - 3), ("compact", 2**32 - 3)],
 )
 def test_across_the_real_wrap(pool: RankPool, record_format: str, first: int) -> None:
-    code_max = 2**31 - 1 if record_format == "portable" else 2**62
-    pool.run(2, wrap.across_the_wrap, record_format, code_max, first, 2, 12)
+    code_max = 2**62 if record_format == "compact" else 2**31 - 1
+    pool.run(2, wrap.across_the_wrap, record_format, "push", code_max, first, 2, 12)
 
 
+@pytest.mark.parametrize("protocol", ["pull", "push"])
 @pytest.mark.parametrize("record_format", FORMATS)
-def test_a_late_cell_of_the_lap_before_is_not_taken(pool: RankPool, record_format: str) -> None:
-    assert pool.run(2, wrap.late_cell, record_format) == [7.0, 7.0]
+def test_a_late_cell_of_the_lap_before_is_not_taken(
+    pool: RankPool, record_format: str, protocol: str
+) -> None:
+    assert pool.run(2, wrap.late_cell, record_format, protocol) == [11.0, 11.0]
 
 
 @pytest.mark.parametrize("record_format", FORMATS)
@@ -45,9 +52,12 @@ def test_a_late_cell_of_the_lap_before_is_not_taken(pool: RankPool, record_forma
         ("GENERATION", 7, "generation"),
         ("EPOCH_LO", 9, "call number"),
         ("MODE", 1, "mode 1"),
-        ("QUANT", 1, "quantisation 1"),
-        ("PAD_LO", 5, "pad_to"),
-        ("ALIGN", 8, "align 8"),
+        ("MODE", 2, "mode 2"),
+        ("FLAG_ROWS", -1, "-1 rows a flag"),
+        ("QUANT", 1, "quantize is None on rank 0 and int8 on rank 1"),
+        ("ALIGN", 8, "align is 1 on rank 0 and 8 on rank 1"),
+        ("PAD_LO", -7, "pad_to"),
+        ("ROUTING_LO", 5, "routing is new on rank 0 and used again on rank 1"),
         ("KIND", 2, "kind of call"),
         ("HIDDEN", 4, "hidden size"),
         ("DTYPE", 4, "float64"),

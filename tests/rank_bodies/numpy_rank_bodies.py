@@ -7,7 +7,9 @@ for the meeting and the memory, and never calls dispatch or combine of the produ
 
 from __future__ import annotations
 
+import contextlib
 import random
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,10 +63,42 @@ def to_torch(array: Any, dtype: torch.dtype) -> Tensor:
     """The same bits in a tensor."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(dtype)
-    return torch.from_numpy(array)
+    return torch.from_numpy(array).view(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- players
+
+
+@dataclass(frozen=True)
+class Spec(GroupSpec):
+    """Arguments of a group in which a rank is numpy.
+
+    Attributes:
+        push: whether the group has the regions for pushing; then each product rank pushes by chance, call by call, and so does
+            the numpy rank.
+        flag_rows: of the product's ranks; the numpy rank takes any.
+        always: push whenever the document allows it.
+        first_n: number of the first call.
+        largest_code: V.
+        sync: nobody calls asynchronously where others may not.
+    """
+
+    push: bool = False
+    flag_rows: int = 0
+    always: bool = False
+    first_n: int = 1
+    largest_code: int | None = None
+    sync: bool = False
+
+    def kwargs(self, world_size: int) -> dict[str, Any]:
+        tiling = {"flag_rows": self.flag_rows, "mix": 0 if self.always else 7} if self.push else None
+        return {
+            **super().kwargs(world_size),
+            "protocol": "push" if self.push else "pull",
+            "_tiling": tiling,
+            "_first_epoch": self.first_n,
+            "_code_max": self.largest_code,
+        }
 
 
 @dataclass(frozen=True)
@@ -76,20 +110,49 @@ class Turn:
         top_k: K of each rank; the document doesn't ask that they agree.
         tag: of the call.
         other: put x and y where the record says, and not where they are by default.
+        padding: rows of an expert are padded to a multiple of it.
+        pads: pad_to of each rank, None anywhere: as many rows as come.
+        quantize: None, "int8" or "fp8_e4m3".
+        like: the turn whose routing is used again.
     """
 
     step: Step
     top_k: tuple[int, ...]
     tag: int = 0
     other: bool = False
+    padding: int = 1
+    pads: tuple[int | None, ...] = ()
+    quantize: str | None = None
+    like: Turn | None = None
 
     def of(self, rank: int) -> Step:
         """The step as that rank has it."""
         return replace(self.step, top_k=self.top_k[rank])
 
+    def pad(self, rank: int) -> int | None:
+        """pad_to of that rank."""
+        return self.pads[rank] if self.pads else None
+
     def inputs(self, experts: int) -> list[Inputs]:
         """What every rank passes."""
-        return [make_inputs(self.of(rank), rank, experts) for rank in range(len(self.top_k))]
+        made = [make_inputs(self.of(rank), rank, experts) for rank in range(len(self.top_k))]
+        if self.like is None:
+            return made
+        routed = []
+        for mine, old in zip(made, self.like.inputs(experts), strict=True):
+            weights = mine.weights_TK
+            if weights is not None:
+                weights = weights.masked_fill(old.idx_TK < 0, float("nan"))
+            routed.append(Inputs(-mine.x_TH, old.idx_TK, weights))
+        return routed
+
+    def dispatch_weights(self, mine: Inputs) -> Tensor | None:
+        """The weights that travel."""
+        return mine.weights_TK if self.step.weigh in ("both", "dispatch") else None
+
+    def combine_weights(self, mine: Inputs) -> Tensor | None:
+        """The weights that are applied."""
+        return mine.weights_TK if self.step.weigh in ("both", "combine") else None
 
 
 @dataclass
@@ -106,6 +169,7 @@ class _Dispatched:
 
     x: Tensor
     weights: Tensor | None
+    scales: Tensor | None
     counts: Tensor
     offsets: Tensor
     handle: _Handle
@@ -119,23 +183,47 @@ class Player:
     def __init__(self, ctx: RankContext, group: Any) -> None:
         self.rank = ctx.rank
         self.group = group
+        self.rng = random.Random(ctx.rng.random())
 
-    def dispatch(self, mine: Inputs, turn: Turn) -> Any:
-        """Dispatch with the weights that the turn's step sends."""
-        weights = mine.weights_TK if turn.step.weigh in ("both", "dispatch") else None
+    def begin(self, mine: Inputs, turn: Turn, like: Any = None, asynchronous: bool = True) -> Any:
+        """Start a dispatch with the weights that the turn's step sends; ``wait`` gives the result."""
         x_TH = mine.x_TH
         if turn.other:
-            x_TH = self.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
-            x_TH.copy_(mine.x_TH)
-        return moe_a2a.dispatch(x_TH, mine.idx_TK, self.group, weights, tag=turn.tag)
+            # With dispatches under way the tensors may all be in use.
+            with contextlib.suppress(moe_a2a.errors.WindowBusy):
+                x_TH = self.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
+                x_TH.copy_(mine.x_TH)
+        dispatch: Any = moe_a2a.dispatch
+        return dispatch(
+            x_TH,
+            mine.idx_TK if turn.like is None else None,
+            self.group,
+            turn.dispatch_weights(mine),
+            routing=None if turn.like is None else like.handle,
+            pad_to=turn.pad(self.rank),
+            align=turn.padding,
+            quantize=turn.quantize,
+            async_op=asynchronous,
+            tag=turn.tag,
+        )
+
+    def wait(self, begun: Any, mine: Inputs) -> Any:
+        """The result of a dispatch that was begun."""
+        return begun.wait()
+
+    def dispatch(self, mine: Inputs, turn: Turn, like: Any = None) -> Any:
+        """Dispatch."""
+        return self.begin(mine, turn, like, asynchronous=False)
 
     def combine(self, y_NH: Tensor, d: Any, mine: Inputs, turn: Turn) -> Tensor:
         """Combine with the weights that the turn's step applies."""
-        weights = mine.weights_TK if turn.step.weigh in ("both", "combine") else None
         if turn.other:
             slot_NH = d.empty_like_rows(y_NH.dtype, y_NH.shape[1])
             slot_NH.copy_(y_NH)
             y_NH = slot_NH
+        weights = turn.combine_weights(mine)
+        if self.rng.random() < 0.3:
+            return moe_a2a.combine(y_NH, d.handle, weights, async_op=True).wait()
         return moe_a2a.combine(y_NH, d.handle, weights)
 
     def abort(self, text: str) -> None:
@@ -147,6 +235,10 @@ class Player:
         """Combine with an unusable y."""
         moe_a2a.combine(torch.zeros(len(d.x) + 1, d.x.shape[1]), d.handle)
 
+    def combine_badly(self, y_NH: Tensor, d: Any) -> None:
+        """Combine with unusable weights: the rows go out all the same."""
+        moe_a2a.combine(y_NH, d.handle, torch.ones(1, 99))
+
     def leave(self) -> None:
         """Close the group."""
         self.group.close()
@@ -157,30 +249,58 @@ class NumpyPlayer(Player):
 
     is_numpy = True
 
-    def __init__(self, ctx: RankContext, group: Any, node: NumpyRank) -> None:
+    def __init__(self, ctx: RankContext, group: Any, node: NumpyRank, spec: GroupSpec) -> None:
         super().__init__(ctx, group)
         self.node = node
+        self.always = isinstance(spec, Spec) and spec.always
 
-    def dispatch(self, mine: Inputs, turn: Turn) -> Any:
-        weights = mine.weights_TK if turn.step.weigh in ("both", "dispatch") else None
-        got = self.node.dispatch(
-            to_numpy(mine.x_TH),
-            mine.idx_TK.numpy(),
+    def _pushes(self) -> bool:
+        return self.node.sizes.push and (self.always or self.rng.random() < 0.5)
+
+    def begin(self, mine: Inputs, turn: Turn, like: Any = None, asynchronous: bool = True) -> Any:
+        weights = turn.dispatch_weights(mine)
+        x, scales = to_numpy(mine.x_TH), None
+        if turn.quantize is not None:
+            q_TH, scales = quantised(mine.x_TH, turn.quantize)
+            x = q_TH.view(torch.uint8).numpy()
+        pad = turn.pad(self.rank)
+        return self.node.begin(
+            x,
+            mine.idx_TK.numpy() if turn.like is None else None,
             None if weights is None else to_numpy(weights),
             code_of(mine.x_TH),
             code_of(weights),
             turn.tag,
             staged=turn.other,
+            push=not asynchronous and self._pushes(),
+            flag_rows=self.rng.choice([0, 0, 1, 3]),
+            padding=turn.padding,
+            pad=-1 if pad is None else pad,
+            quant=QUANTS[turn.quantize],
+            scales=scales,
+            routing=None if turn.like is None else like.handle.real,
         )
-        counts = torch.from_numpy(got.counts)
-        handle = got.handle
+
+    def wait(self, begun: Any, mine: Inputs) -> Any:
+        got = self.node.receive(begun)
+        counts, handle = torch.from_numpy(got.counts), got.handle
+        x_dtype, scales = mine.x_TH.dtype, None
+        if got.scales_NS is not None:
+            int8 = begun.record["QUANT"] == numpy_rank.INT8
+            x_dtype = torch.int8 if int8 else torch.float8_e4m3fn
+            scales = torch.from_numpy(got.scales_NS)
+            scales = scales[:, 0] if int8 else scales
+        padded = (counts + handle.align - 1) // handle.align * handle.align
+        weights = None
+        if got.weights_N is not None:
+            assert mine.weights_TK is not None
+            weights = to_torch(got.weights_N, mine.weights_TK.dtype)
         return _Dispatched(
-            x=to_torch(got.x_NH, mine.x_TH.dtype),
-            weights=None
-            if weights is None or got.weights_N is None
-            else to_torch(got.weights_N, weights.dtype),
+            x=to_torch(got.x_NH, x_dtype),
+            weights=weights,
+            scales=scales,
             counts=counts,
-            offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+            offsets=torch.nn.functional.pad(padded.cumsum(0), (1, 0)).int(),
             handle=_Handle(
                 send_count_matrix=torch.from_numpy(handle.counts_RE).int(),
                 num_tokens=int(handle.idx_TK.shape[0]),
@@ -189,8 +309,11 @@ class NumpyPlayer(Player):
             ),
         )
 
+    def dispatch(self, mine: Inputs, turn: Turn, like: Any = None) -> Any:
+        return self.wait(self.begin(mine, turn, like, asynchronous=False), mine)
+
     def combine(self, y_NH: Tensor, d: Any, mine: Inputs, turn: Turn) -> Tensor:
-        weights = mine.weights_TK if turn.step.weigh in ("both", "combine") else None
+        weights = turn.combine_weights(mine)
         out = self.node.combine(
             to_numpy(y_NH),
             d.handle.real,
@@ -198,6 +321,7 @@ class NumpyPlayer(Player):
             code_of(y_NH),
             code_of(weights),
             wide=turn.other,
+            push=self._pushes(),
         )
         return to_torch(out, y_NH.dtype)
 
@@ -207,8 +331,30 @@ class NumpyPlayer(Player):
     def refuse(self, d: Any, text: str) -> None:
         self.node.refuse(d.handle.real, text)
 
+    def combine_badly(self, y_NH: Tensor, d: Any) -> None:
+        self.node.combine(to_numpy(y_NH), d.handle.real, None, code_of(y_NH), push=self._pushes(), sums=False)
+
     def leave(self) -> None:
         self.node.leave()
+
+
+def quantised(x_TH: Tensor, quantize: str) -> tuple[Tensor, Any]:
+    """Finite rows in one byte a value, and their scales [T, S] for numpy; written once more, on purpose."""
+    width = {"int8": x_TH.shape[1], "fp8_e4m3": numpy_rank.SCALE_COLUMNS}[quantize]
+    limit = {"int8": 127.0, "fp8_e4m3": 448.0}[quantize]
+    x = x_TH.float().numpy()
+    blocks = range(0, x.shape[1], width)
+    scales = np.stack([np.abs(x[:, b : b + width]).max(1) / np.float32(limit) for b in blocks], 1)
+    spread = np.repeat(scales, width, axis=1)[:, : x.shape[1]]
+    with np.errstate(all="ignore"):
+        quotient = np.where(spread > 0, x / spread, np.float32(0))
+    if quantize == "int8":
+        return torch.from_numpy(np.rint(quotient).astype(np.int8)), scales.astype(np.float32)
+    return torch.from_numpy(quotient).to(torch.float8_e4m3fn), scales.astype(np.float32)
+
+
+QUANTS = {None: numpy_rank.NONE, "int8": numpy_rank.INT8, "fp8_e4m3": numpy_rank.FP8_E4M3}
+FORMATS = {"compact": numpy_rank.COMPACT, "portable": numpy_rank.PORTABLE, "line": numpy_rank.LINE}
 
 
 def sizes_of(spec: GroupSpec, world_size: int) -> Sizes:
@@ -222,6 +368,7 @@ def sizes_of(spec: GroupSpec, world_size: int) -> Sizes:
         row_bytes=spec.hidden * dtype_of(spec.dtype).itemsize,
         max_recv_rows=kwargs["max_recv_rows"],
         slots=spec.depth,
+        push=kwargs.get("protocol") == "push",
     )
 
 
@@ -230,12 +377,10 @@ def playing(
     ctx: RankContext,
     spec: GroupSpec,
     numpy_at: int,
-    first_n: int = 1,
-    largest_code: int | None = None,
     make: Callable[..., NumpyRank] = NumpyRank,
 ) -> Iterator[Player]:
     """A group of its own in which rank ``numpy_at`` is numpy."""
-    group = ctx.fresh_group(**spec.kwargs(ctx.world_size), _first_epoch=first_n, _code_max=largest_code)
+    group = ctx.fresh_group(**spec.kwargs(ctx.world_size))
     assert group.transport.name == "cpu-shm", group.transport.reason
     if ctx.rank != numpy_at:
         yield Player(ctx, group)
@@ -244,29 +389,38 @@ def playing(
         [window.view() for window in group._windows],
         ctx.rank,
         sizes_of(spec, ctx.world_size),
-        numpy_rank.COMPACT if spec.record_format == "compact" else numpy_rank.PORTABLE,
+        FORMATS[spec.record_format],
         timeout=spec.timeout,
-        largest_code=largest_code,
-        first_n=first_n,
+        largest_code=spec.largest_code if isinstance(spec, Spec) else None,
     )
     try:
-        yield NumpyPlayer(ctx, group, node)
+        yield NumpyPlayer(ctx, group, node, spec)
     finally:
         node.detach()
 
 
 # ------------------------------------------------------------------------------------------------------- many good steps
 
+# D a dispatch, B and W its halves (a rank may do all of it in B), A an asynchronous one on all ranks, C its combine, X dropped.
 BLOCKS = {
     2: ["D0 C0", "D0 D1 C0 C1", "D0 D1 C1 C0", "D0 X0", "D0 D1 X0 C1", "D0 D1 C0 X1"],
     3: ["D0 D1 D2 C1 C0 C2", "D0 D1 D2 C2 C1 C0", "D0 D1 C0 D2 C1 C2", "D0 D1 D2 X1 C0 C2"],
 }
+ASYNCHRONOUS = {
+    2: ["A0 A1 W0 W1 C0 C1", "A0 A1 W1 C1 W0 C0", "A0 A1 D2 W1 C1 C2"],
+    3: ["A0 A1 A2 W0 C0 W1 W2 C2 C1", "A0 A1 A2 W2 W0 W1 C1 C0 C2"],
+}
+EITHER = {
+    2: ["B0 D1 W0 C1 C0", "B0 B1 W0 W1 C1 C0", "D0 B1 C0 W1 C1"],
+    3: ["B0 B1 B2 W0 W1 C1 W2 C0 C2"],
+}
 
 
-def make_program(seed: int, depth: int, dispatches: int) -> list[str]:
+def make_program(seed: int, depth: int, dispatches: int, either: bool = True) -> list[str]:
     """At least that many dispatches: ``D3`` starts handle 3, ``C3`` combines it, ``X3`` drops it."""
     rng = random.Random(seed)
-    blocks = [block for size in range(2, depth + 1) for block in BLOCKS[size]]
+    kinds = [BLOCKS, ASYNCHRONOUS, EITHER] if either else [BLOCKS, ASYNCHRONOUS]
+    blocks = [block for kind in kinds for size in range(2, depth + 1) for block in kind[size]]
     program: list[str] = []
     first = 0
     while first < dispatches:
@@ -274,11 +428,11 @@ def make_program(seed: int, depth: int, dispatches: int) -> list[str]:
         for block in blocks:
             words = block.split()
             program += [f"{word[0]}{first + int(word[1:])}" for word in words]
-            first += sum(word[0] == "D" for word in words)
+            first = max(int(word[1:]) for word in program) + 1
     return program
 
 
-def make_turn(seed: int, spec: GroupSpec, world_size: int) -> Turn:
+def make_turn(seed: int, spec: GroupSpec, world_size: int, like: Turn | None = None) -> Turn:
     """Anything that the group can take; every rank makes the same."""
     rng = random.Random(seed)
     room = spec.hidden * dtype_of(spec.dtype).itemsize
@@ -314,7 +468,53 @@ def make_turn(seed: int, spec: GroupSpec, world_size: int) -> Turn:
         seed=seed,
     )
     tag = rng.choice([0, 1, -1, 2**31, -(2**63), rng.getrandbits(62)])
-    return Turn(step, top_k, tag, rng.random() < 0.4)
+    turn = Turn(
+        step,
+        top_k,
+        tag,
+        rng.random() < 0.4,
+        padding=rng.choice([1, 1, 1, 2, 5]),
+        quantize=rng.choice([None, None, "int8", "fp8_e4m3"]),
+    )
+    if like is not None:
+        turn = replace(
+            turn, step=replace(step, tokens=like.step.tokens, drop=0.0), top_k=like.top_k, like=like
+        )
+    if rng.random() < 0.3:
+        totals = rows_of(turn, spec.experts)
+        turn = replace(turn, pads=tuple(rng.choice([None, total, total + 3]) for total in totals))
+    return turn
+
+
+def matrix_of(turn: Turn, experts: int) -> Tensor:
+    """[R, E] the pairs that each rank has for each expert."""
+    idxs = [i.idx_TK for i in turn.inputs(experts)]
+    return torch.stack([reference.send_counts_reference(idx_TK, experts)[0] for idx_TK in idxs]).int()
+
+
+def padded_counts(counts: Tensor, padding: int) -> Tensor:
+    """Rows of each expert with its padding."""
+    return (counts + padding - 1) // padding * padding
+
+
+def rows_of(turn: Turn, experts: int) -> list[int]:
+    """Rows that each rank receives, with padding."""
+    counts_E = padded_counts(matrix_of(turn, experts).sum(0), turn.padding)
+    owners = reference.expert_owner(experts, len(turn.top_k))
+    return [int(counts_E[own.start : own.stop].sum()) for own in owners]
+
+
+def spread_rows(turn: Turn, rows: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """Put the oracle's rows where padding leaves them, with zeros between and behind."""
+    padded = padded_counts(counts, turn.padding)
+    pad = turn.pad(rank)
+    total = int(padded.sum()) if pad is None else pad
+    result = torch.zeros(total, *rows.shape[1:], dtype=rows.dtype)
+    from_row, to_row = 0, 0
+    for count, room in zip(counts.tolist(), padded.tolist(), strict=True):
+        result[to_row : to_row + count] = rows[from_row : from_row + count]
+        from_row, to_row = from_row + count, to_row + room
+    return result
 
 
 def check_dispatched(
@@ -325,16 +525,33 @@ def check_dispatched(
     weights: Any = [i.weights_TK for i in inputs]
     if turn.step.weight_dtype is None or turn.step.weigh == "combine":
         weights = None
-    want = reference.dispatch_reference([i.x_TH for i in inputs], idxs, experts, weights)[rank]
+    xs = [i.x_TH for i in inputs]
+    scales_N = None
+    if turn.quantize is not None:
+        pairs = [reference.quantize_rows_reference(x, turn.quantize) for x in xs]
+        xs = [q.view(torch.uint8) for q, _ in pairs]
+        scales = [s if s.dim() == 2 else s[:, None] for _, s in pairs]
+        scales_N = reference.dispatch_reference(scales, idxs, experts)[rank].x_NH
+    want = reference.dispatch_reference(xs, idxs, experts, weights)[rank]
     matrix_RE = torch.stack([reference.send_counts_reference(idx_TK, experts)[0] for idx_TK in idxs]).int()
     assert_bits(d.handle.send_count_matrix, matrix_RE, f"{what}: send-count matrix")
     assert_bits(d.counts, want.counts, f"{what}: counts")
-    assert_bits(d.offsets, want.offsets, f"{what}: offsets")
-    assert_bits(d.x, want.x_NH, f"{what}: rows")
+    ends = padded_counts(want.counts, turn.padding).cumsum(0)
+    assert_bits(d.offsets, torch.nn.functional.pad(ends, (1, 0)).int(), f"{what}: offsets")
+    x_NH = d.x
+    if turn.quantize is not None:
+        assert d.x.dtype == {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[turn.quantize], what
+        x_NH = d.x.view(torch.uint8)
+    assert_bits(x_NH, spread_rows(turn, want.x_NH, want.counts, rank), f"{what}: rows")
+    if scales_N is None:
+        assert d.scales is None, what
+    else:
+        scales_NS = spread_rows(turn, scales_N, want.counts, rank)
+        assert_bits(d.scales, scales_NS[:, 0] if turn.quantize == "int8" else scales_NS, f"{what}: scales")
     if want.weights_N is None:
         assert d.weights is None, f"{what}: weights came without having been sent"
     else:
-        assert_bits(d.weights, want.weights_N, f"{what}: weights")
+        assert_bits(d.weights, spread_rows(turn, want.weights_N, want.counts, rank), f"{what}: weights")
     assert (d.handle.num_tokens, d.handle.top_k) == tuple(idxs[rank].shape), what
 
 
@@ -347,9 +564,25 @@ def check_combined(
     weights: Any = [i.weights_TK for i in inputs]
     if step.weight_dtype is None or step.weigh == "dispatch":
         weights = None
-    xs = [i.x_TH.to(y_dtype) for i in inputs]
+    xs = [i.x_TH for i in inputs]
+    if turn.quantize is not None:
+        pairs = [reference.quantize_rows_reference(x, turn.quantize) for x in xs]
+        xs = [reference.dequantize_rows_reference(q, s) for q, s in pairs]
+    xs = [x.to(y_dtype) for x in xs]
     want = reference.moe_reference(xs, [i.idx_TK for i in inputs], weights, scale_expert, experts)[rank]
     assert_bits(out_TH, want, f"{what}: combined")
+
+
+def results_of(player: Player, d: Any, turn: Turn) -> Tensor:
+    """What this rank's experts make of the rows; rows behind them, which nobody looks at, are NaN."""
+    y_dtype = dtype_of(turn.step.y_dtype or turn.step.dtype)
+    N = int(d.offsets[-1])
+    x_NH = d.x[:N]
+    if turn.quantize is not None:
+        x_NH = moe_a2a.dequantize_rows(x_NH, d.scales[:N], y_dtype)
+    y_NH = run_experts(x_NH, d.offsets, player.group.local_experts, y_dtype)
+    behind = torch.full((len(d.x) - N, y_NH.shape[1]), float("nan"), dtype=y_dtype)
+    return torch.cat([y_NH, behind])
 
 
 def good_turn(player: Player, spec: GroupSpec, world_size: int, seed: int) -> None:
@@ -362,47 +595,64 @@ def good_turn(player: Player, spec: GroupSpec, world_size: int, seed: int) -> No
     inputs = turn.inputs(spec.experts)
     mine = inputs[player.rank]
     d = player.dispatch(mine, turn)
-    y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
-    out_TH = player.combine(y_NH, d, mine, turn)
+    out_TH = player.combine(results_of(player, d, turn), d, mine, turn)
     what = f"good turn {seed}, rank {player.rank}"
     check_dispatched(turn, d, inputs, spec.experts, player.rank, what)
     check_combined(turn, out_TH, inputs, spec.experts, player.rank, what)
 
 
-def many_steps(
-    ctx: RankContext,
-    spec: GroupSpec,
-    numpy_at: int,
-    dispatches: int,
-    seed: int,
-    first_n: int,
-    largest_code: int | None,
-) -> int:
-    """Run a program with random delays and nothing else that orders the ranks; then compare all of it."""
-    program = make_program(seed, spec.depth, dispatches)
-    count = sum(word[0] == "D" for word in program)
-    turns = [make_turn(1000 * seed + i, spec, ctx.world_size) for i in range(count)]
-    mine = [make_inputs(turn.of(ctx.rank), ctx.rank, spec.experts) for turn in turns]
+def make_turns(
+    seed: int, program: list[str], spec: GroupSpec, world_size: int
+) -> dict[int, tuple[Turn, int]]:
+    """The turn of every dispatch, and the one whose routing it uses again or -1; the same on all ranks."""
+    rng = random.Random(seed)
+    turns: dict[int, tuple[Turn, int]] = {}
+    received: list[int] = []
+    for word in program:
+        i = int(word[1:])
+        if word[0] in "ABD":
+            again = rng.choice(received[-3:]) if received and rng.random() < 0.25 else -1
+            like = turns[again][0] if again >= 0 else None
+            turns[i] = make_turn(1000 * seed + i, spec, world_size, like), again
+        if word[0] in "DW":
+            received.append(i)
+    return turns
+
+
+def many_steps(ctx: RankContext, spec: Spec, numpy_at: int, dispatches: int, seed: int) -> dict[str, int]:
+    """Run a program with random delays and nothing else that orders the ranks; then compare all of it.
+
+    Returns how many combines there were, and of a product rank how often it pushed and how many waves there were.
+    """
+    program = make_program(seed, spec.depth, dispatches, not spec.sync)
+    turns = make_turns(seed, program, spec, ctx.world_size)
+    inputs = {i: turn.inputs(spec.experts) for i, (turn, _) in turns.items()}
+    begun: dict[int, Any] = {}
     opened: dict[int, Any] = {}
     outs: dict[int, Tensor] = {}
-    with playing(ctx, spec, numpy_at, first_n, largest_code) as player:
+    with playing(ctx, spec, numpy_at) as player:
         for word in program:
             i = int(word[1:])
-            ctx.jitter(4)
-            if word[0] == "D":
-                opened[i] = player.dispatch(mine[i], turns[i])
+            turn, again = turns[i]
+            mine = inputs[i][ctx.rank]
+            ctx.jitter(2)
+            if word[0] in "ABD":
+                like = opened[again] if again >= 0 else None
+                if word[0] == "A" or (word[0] == "B" and ctx.rng.random() < 0.5):
+                    begun[i] = player.begin(mine, turn, like)
+                else:
+                    opened[i] = player.dispatch(mine, turn, like)
+            elif word[0] == "W" and i in begun:
+                opened[i] = player.wait(begun[i], mine)
             elif word[0] == "C":
-                d = opened[i]
-                y_dtype = dtype_of(turns[i].step.y_dtype or turns[i].step.dtype)
-                y_NH = run_experts(d.x, d.offsets, player.group.local_experts, y_dtype)
-                outs[i] = player.combine(y_NH, d, mine[i], turns[i])
+                outs[i] = player.combine(results_of(player, opened[i], turn), opened[i], mine, turn)
         for i, d in opened.items():
-            inputs = turns[i].inputs(spec.experts)
             what = f"rank {ctx.rank} (numpy at {numpy_at}), {turns[i]}"
-            check_dispatched(turns[i], d, inputs, spec.experts, ctx.rank, what)
+            check_dispatched(turns[i][0], d, inputs[i], spec.experts, ctx.rank, what)
             if i in outs:
-                check_combined(turns[i], outs[i], inputs, spec.experts, ctx.rank, what)
-        return len(outs)
+                check_combined(turns[i][0], outs[i], inputs[i], spec.experts, ctx.rank, what)
+        stats = {} if player.is_numpy else player.group.stats()
+        return {"combined": len(outs), "pushes": stats.get("pushes", 0), "waves": stats.get("waves", 0)}
 
 
 # ------------------------------------------------------------------------------------------------------------- headers
@@ -417,9 +667,10 @@ def headers(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Any:
         node, R = player.node, range(ctx.world_size)
         end = node.at.total_bytes
         rest = [bool(node._bytes(q, 72, 4096 - 72).any()) for q in R]
-        unwritten = [bool(node._bytes(q, 4096, end - 4096).any()) for q in R]
+        counters = [node._bytes(q, 4096, 24).view("<i8").tolist() for q in R]
+        unwritten = [bool(node._bytes(q, 4096 + 24, end - 4096 - 24).any()) for q in R]
         sizes = [len(window.view()) for window in player.group._windows]
-        found = [node.header(q) for q in R], sizes, rest, unwritten, end
+        found = [node.header(q) for q in R], sizes, rest, unwritten, counters, end
         ctx.barrier()
         return found
 
@@ -465,33 +716,58 @@ def long_abort(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Caught | Non
         return error
 
 
-def mismatch(ctx: RankContext, spec: GroupSpec, numpy_at: int, what: str) -> Caught | None:
-    """Rank 0 and the others differ in one thing; a good step follows."""
-    step = Step((4,) * ctx.world_size, 2, 8, "float32", "float32", rows="random")
-    tag = 11
-    if ctx.rank == 0:
-        if what == "tag":
-            tag = 11 + 2**40
-        elif what == "weights":
-            step = replace(step, weight_dtype=None)
-        elif what == "rows":
-            pass
-        else:
-            changes: dict[str, dict[str, Any]] = {
-                "H": {"hidden": 6},
-                "dtype": {"dtype": "bfloat16"},
-                "weight dtype": {"weight_dtype": "float64"},
-            }
-            step = replace(step, **changes[what])
-    if what == "rows":
-        step = replace(
-            step, tokens=(spec.max_tokens,) * ctx.world_size, routing="one", target=spec.experts - 1
-        )
+def mismatches(ctx: RankContext, spec: GroupSpec, numpy_at: int, whats: Sequence[str]) -> list[Caught | None]:
+    """Rank 0 and the others differ in one thing after the other; a good step follows each."""
+    R = ctx.world_size
+    usual = Turn(Step((4,) * R, 2, 8, "float32", "float32", rows="random"), (2,) * R, tag=11)
+    of_step: dict[str, dict[str, Any]] = {
+        "H": {"hidden": 6},
+        "dtype": {"dtype": "bfloat16"},
+        "weight dtype": {"weight_dtype": "float64"},
+        "weights": {"weight_dtype": None},
+    }
+    of_turn: dict[str, dict[str, Any]] = {
+        "tag": {"tag": 11 + 2**40},
+        "align": {"padding": 4},
+        "quantize": {"quantize": "int8"},
+    }
+    found = []
     with playing(ctx, spec, numpy_at) as player:
-        turn = Turn(step, (2,) * ctx.world_size, tag)
-        mine = make_inputs(step, ctx.rank, spec.experts)
-        error = caught(partial(player.dispatch, mine, turn))
-        good_turn(player, spec, ctx.world_size, 1)
+        # The ranks have two routings, one of which they may use again.
+        old = [replace(usual, step=replace(usual.step, seed=seed)) for seed in (5, 6)]
+        handles = [player.dispatch(turn.inputs(spec.experts)[ctx.rank], turn) for turn in old]
+        for what in whats:
+            turn, again = usual, None
+            if what == "other routing":
+                again = int(ctx.rank == 0)
+            elif what == "routing" and ctx.rank == 0:
+                again = 0
+            elif ctx.rank == 0:
+                changed = replace(turn.step, **of_step.get(what, {}))
+                turn = replace(turn, step=changed, **of_turn.get(what, {}))
+            if again is not None:
+                turn = replace(turn, like=old[again])
+            mine = turn.inputs(spec.experts)[ctx.rank]
+            like = None if again is None else handles[again]
+            found.append(caught(partial(player.dispatch, mine, turn, like)))
+            good_turn(player, spec, R, 1)
+    return found
+
+
+def pads(ctx: RankContext, spec: GroupSpec, numpy_at: int, pad: int, padding: int) -> Caught | None:
+    """All rows go to the last rank, which wants ``pad`` of them at most; a good step follows."""
+    R = ctx.world_size
+    step = Step((spec.max_tokens,) * R, 2, 8, routing="one", target=spec.experts - 1, rows="random")
+    turn = Turn(step, (2,) * R, padding=padding, pads=(*[0] * (R - 1), pad))
+    inputs = turn.inputs(spec.experts)
+    with playing(ctx, spec, numpy_at) as player:
+
+        def call() -> None:
+            d = player.dispatch(inputs[ctx.rank], turn)
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, f"rank {ctx.rank}")
+
+        error = caught(call)
+        good_turn(player, spec, R, 1)
         return error
 
 
@@ -574,46 +850,43 @@ def expired(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[Caught | N
 def waits_out(
     ctx: RankContext, spec: GroupSpec, numpy_at: int, late: int, make: Callable[..., NumpyRank] = NumpyRank
 ) -> str:
-    """Call 2 is aborted by rank ``late``, call 3 by the other, and ``late`` takes its time in between.
+    """Calls 2 to 6 are aborted by the one rank while ``late`` takes its time before call 2.
 
-    So nobody has returned from call 2 or 3 with all records seen, and the record of call 4 goes where a peer may
-    still have to read that of call 2. Returns what went wrong in calls 3 and 4.
+    The record of call 6 goes where that of call 2 is, which ``late`` hasn't read. Returns what went wrong afterwards.
     """
     with playing(ctx, spec, numpy_at, make=make) as player:
         good_turn(player, spec, ctx.world_size, 1)
         turn = Turn(Step((4,) * ctx.world_size, 2, 4, routing="any"), (2,) * ctx.world_size)
         call = partial(player.dispatch, make_inputs(turn.step, ctx.rank, spec.experts), turn)
-        abort = partial(player.abort, TEXT)
+        wrong = ""
         if ctx.rank == late:
-            caught(abort)
             time.sleep(0.3)
             if isinstance(player, NumpyPlayer):
-                for n in (2, 3):
-                    assert player.node._came(n, 1 - late), f"the record of call {n} is not there any more"
-            third = caught(call)
-            if third is None or "PeerAborted" not in third.kinds:
-                ctx.barrier()
-                return str(third)
+                came = [player.node._came(n, 1 - late) for n in (2, 3, 4)]
+                assert came == [True, True, False], came
+            for n in range(2, 7):
+                error = caught(call)
+                if error is None or "PeerAborted" not in error.kinds:
+                    wrong = wrong or f"call {n}: {error}"
         else:
-            error = caught(call)
-            assert error is not None and "PeerAborted" in error.kinds, error
-            caught(abort)
-        fourth = caught(partial(good_turn, player, spec, ctx.world_size, 2))
+            for _ in range(2, 7):
+                caught(partial(player.abort, TEXT))
+        last = caught(partial(good_turn, player, spec, ctx.world_size, 2))
         ctx.barrier()
-        return "" if fourth is None else str(fourth)
+        return wrong or ("" if last is None else str(last))
 
 
 class HastyRank(NumpyRank):
     """A numpy rank that doesn't wait out the records of a call that has ended."""
 
-    def _wait_out(self) -> None:
-        pass
+    def _end_old_call(self, old: int) -> None:
+        self._open.discard(old)
 
 
 class ForgetfulRank(NumpyRank):
     """A numpy rank that leaves the codes of the lap before in their cells."""
 
-    def _clear_cells(self) -> None:
+    def _clear_slot(self) -> None:
         pass
 
 
@@ -632,7 +905,7 @@ def stale_code(
     """
     empty = Turn(Step((2,) * ctx.world_size, 1, 4, weight_dtype=None, drop=1.0), (1,) * ctx.world_size)
     owner = 1 - aborting
-    with playing(ctx, spec, numpy_at, largest_code=6, make=make) as player:
+    with playing(ctx, spec, numpy_at, make=make) as player:
         for n in range(1, 10):
             if n == 7:
                 mine = make_inputs(empty.step, ctx.rank, spec.experts)
@@ -663,13 +936,233 @@ def stale_code(
             d = player.dispatch(mine, turn)
             if n == 9 and ctx.rank == owner:
                 time.sleep(0.3)
-            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            y_NH = results_of(player, d, turn)
             out_TH = player.combine(y_NH, d, mine, turn)
             what = f"call {n} on rank {ctx.rank}"
             compared = caught(partial(check_combined, turn, out_TH, inputs, spec.experts, ctx.rank, what))
             assert compared is None or n == 9, compared
         ctx.barrier()
         return compared
+
+
+class LateRank(NumpyRank):
+    """A numpy rank whose rows are late: who believes an old code takes what is there."""
+
+    def _push(self, *args: Any) -> None:
+        time.sleep(0.03)
+        super()._push(*args)
+
+    def _give(self, *args: Any) -> None:
+        time.sleep(0.03)
+        super()._give(*args)
+
+    def _say(self, *args: Any) -> None:
+        time.sleep(0.01)
+        super()._say(*args)
+
+
+class LateAndForgetfulRank(LateRank, ForgetfulRank):
+    """Late and forgetful."""
+
+
+def sparse_laps(
+    ctx: RankContext, spec: Spec, numpy_at: int, last: int, make: Callable[..., NumpyRank] = LateRank
+) -> Caught | None:
+    """Few calls have rows, a lap apart, and the last of many rows is the other rank's: nothing else overwrites its flag.
+
+    Returns the first error of this rank.
+    """
+    E, (first, other) = spec.experts, (0, 1)
+    period = spec.largest_code
+    assert period is not None and period % spec.depth == 0 and ctx.world_size == 2
+    with playing(ctx, spec, numpy_at, make=make) as player:
+        for n in range(1, last + 1):
+            rows = n % period == 3
+            tokens = (12, 12) if rows else (0, 0)
+            turn = Turn(Step(tokens, 1, 4, weight_dtype=None, rows="random", seed=n), (1, 1))
+            inputs = turn.inputs(E)
+            if rows:
+                # Eleven rows stay at home; the last goes behind the other rank's own ones, or behind those of a smaller rank.
+                for rank in (first, other):
+                    idx_TK = torch.full((12, 1), E // 2 - 1 if rank == first else E - 1)
+                    idx_TK[-1] = E - 1 if rank == first else E // 2 - 1
+                    inputs[rank] = replace(inputs[rank], idx_TK=idx_TK)
+            error = caught(partial(one_step, player, turn, inputs, E, f"call {n} on rank {ctx.rank}"))
+            if error is not None:
+                ctx.barrier()
+                return error
+        ctx.barrier()
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------- ends of waves
+
+
+def ends_in_waves(
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, cases: Sequence[tuple[int, str]]
+) -> list[Caught | None]:
+    """Combines that take several waves, in which a rank refuses its y or has bad weights; good steps follow."""
+    R = ctx.world_size
+    step = Step((spec.max_tokens,) * R, 2, 4, weight_dtype=None, routing="round", rows="random")
+    turn = Turn(step, (2,) * R)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[ctx.rank]
+    found = []
+    with playing(ctx, spec, numpy_at) as player:
+        for who, how in cases:
+            d = player.dispatch(mine, turn)
+            check_dispatched(turn, d, inputs, spec.experts, ctx.rank, how)
+            y_NH = results_of(player, d, turn)
+            ctx.jitter(10)
+            if ctx.rank != who:
+
+                def whole(d: Any = d, y_NH: Tensor = y_NH, how: str = how) -> None:
+                    out_TH = player.combine(y_NH, d, mine, turn)
+                    check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, how)
+
+                found.append(caught(whole))
+            elif how == "refuses":
+                found.append(caught(partial(player.refuse, d, TEXT)))
+            else:
+                found.append(caught(partial(player.combine_badly, y_NH, d)))
+            if ctx.rng.random() < 0.7:
+                ctx.jitter(5)
+            good_turn(player, spec, R, 1)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- several under way
+
+
+def abort_under_way(ctx: RankContext, spec: GroupSpec, numpy_at: int, aborting: int) -> list[Caught | None]:
+    """Dispatch 1 is under way while call 2 is aborted; dispatch 3 ends dispatch 1 unreceived. Returns the errors of both."""
+    R = ctx.world_size
+    turn = Turn(Step((4,) * R, 2, 4, routing="any", rows="random"), (2,) * R)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[ctx.rank]
+    with playing(ctx, spec, numpy_at) as player:
+        for take_first in (True, False):
+            first = player.begin(mine, turn)
+            if ctx.rank == aborting:
+                second = caught(partial(player.abort, TEXT))
+            else:
+                begun = player.begin(mine, turn)
+                second = caught(partial(player.wait, begun, mine))
+            if take_first:
+                d = player.wait(first, mine)
+                check_dispatched(turn, d, inputs, spec.experts, ctx.rank, "under way")
+            good_turn(player, spec, R, 1)
+        late = caught(partial(player.wait, first, mine))
+        good_turn(player, spec, R, 2)
+        return [second, late]
+
+
+def read_words(ctx: RankContext, spec: GroupSpec, numpy_at: int, lie: int) -> list[bool]:
+    """What a product rank may write again while the numpy rank hasn't received: returns which ``empty`` it got.
+
+    After calls 1 and 2, which the numpy rank has begun only, twice; and after call 3, before which it has received them.
+    """
+
+    class LyingRank(NumpyRank):
+        def _send_record(self, words: dict[str, int], payload: bytes) -> None:
+            super()._send_record(words if not lie else {**words, **numpy_rank.both("READ", lie)}, payload)
+
+    turn = Turn(Step((3,) * 2, 2, 4, weight_dtype=None, routing="round", rows="random"), (2,) * 2)
+    inputs = turn.inputs(spec.experts)
+    mine = inputs[ctx.rank]
+    got = []
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+
+        def empty() -> Tensor | None:
+            with contextlib.suppress(moe_a2a.errors.WindowBusy):
+                x_TH: Tensor = player.group.empty(*mine.x_TH.shape, mine.x_TH.dtype)
+                return x_TH
+            return None
+
+        if isinstance(player, NumpyPlayer):
+            begun = [player.begin(mine, turn), player.begin(mine, turn)]
+            ctx.barrier()
+            for call in begun:
+                d = player.wait(call, mine)
+                check_dispatched(turn, d, inputs, spec.experts, ctx.rank, "READ")
+            player.dispatch(mine, turn)
+            return []
+        for _ in range(2):
+            x_TH = empty()
+            assert x_TH is not None
+            x_TH.copy_(mine.x_TH)
+            moe_a2a.dispatch(x_TH, mine.idx_TK, player.group)
+            del x_TH
+        kept = [empty(), empty()]
+        got += [x_TH is not None for x_TH in kept]
+        del kept
+        ctx.barrier()
+        player.dispatch(mine, turn)
+        kept = [empty(), empty()]
+        got += [x_TH is not None for x_TH in kept]
+        return got
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+def progress_of(player: Player) -> tuple[int, int, int]:
+    """EPOCH, PHASE and VERDICT of a rank's own window."""
+    epoch, phase, verdict = struct.unpack_from("<3q", player.group._windows[player.rank].view(), 4096)
+    return epoch, phase, verdict
+
+
+def verdicts(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> list[tuple[str, int, int, int]]:
+    """Every way out of a call with two ranks: (name, how far EPOCH went, PHASE, VERDICT) of the product rank."""
+    R, product = 2, 1 - numpy_at
+    found: list[tuple[str, int, int, int]] = []
+    good = Turn(Step((4,) * R, 2, 4, routing="round", rows="random"), (2,) * R)
+    mine = good.inputs(spec.experts)[ctx.rank]
+    with playing(ctx, spec, numpy_at) as player:
+
+        def note(name: str, action: Callable[[], object]) -> None:
+            before = progress_of(player)[0]
+            caught(action)
+            epoch, phase, verdict = progress_of(player)
+            found.append((name, epoch - before, phase, verdict))
+
+        def dispatch(turn: Turn = good, like: Any = None) -> Callable[[], Any]:
+            return partial(player.dispatch, turn.inputs(spec.experts)[ctx.rank], turn, like)
+
+        def either(here: Callable[[], object], there: Callable[[], object]) -> Callable[[], object]:
+            return here if ctx.rank == product else there
+
+        opened: list[Any] = []
+        note("good", lambda: opened.append(dispatch()()))
+        d = opened[0]
+        note("good combine", lambda: player.combine(d.x, d, mine, good))
+        note("combined twice", lambda: player.combine(d.x, d, mine, good))
+        note("good again", dispatch())
+        note("own abort", either(lambda: player.abort(TEXT), dispatch()))
+        note("own abort, no tensor", either(lambda: moe_a2a.dispatch("x", None, player.group), dispatch()))  # type: ignore
+        note("peer's abort", either(dispatch(), lambda: player.abort(TEXT)))
+        note("mismatch", dispatch(replace(good, tag=ctx.rank)))
+        note("pad", dispatch(replace(good, pads=(1, 1))))
+        d = dispatch()()
+        note(
+            "refusal of a peer",
+            either(lambda: player.combine(d.x, d, mine, good), lambda: player.refuse(d, TEXT)),
+        )
+        d = dispatch()()
+        note(
+            "own refusal", either(lambda: player.refuse(d, TEXT), lambda: player.combine(d.x, d, mine, good))
+        )
+        d = dispatch()()
+        note("bad weights", lambda: player.combine_badly(d.x, d))
+        begun = [player.begin(mine, good) for _ in range(spec.depth + 1)]
+        note("expired", lambda: player.wait(begun[0], mine))
+        note("the last of them", lambda: player.wait(begun[-1], mine))
+        if ctx.rank == numpy_at:
+            player.leave()
+        else:
+            note("left", dispatch())
+            note("after the end", dispatch())
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- ends
@@ -718,7 +1211,7 @@ def goes_after_its_part(ctx: RankContext, spec: GroupSpec, numpy_at: int, leaver
         inputs = turn.inputs(spec.experts)
         mine = inputs[ctx.rank]
         d = player.dispatch(mine, turn)
-        y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+        y_NH = results_of(player, d, turn)
         if ctx.rank == leaver and where == "dispatch":
             player.leave()
             return
@@ -771,8 +1264,10 @@ class BrokenRank(NumpyRank):
             whole(window, offset, value)
             return
         self._skipped = (window, offset, value)
-        if (self._armed("seven of eight words of a record") and self._is_record(offset)) or (
-            self._armed("seven of eight words of a cell") and self._is_cell(offset)
+        if (
+            (self._armed("seven of eight words of a record") and self._is_record(offset))
+            or (self._armed("seven of eight words of a cell") and self._is_cell(offset))
+            or (self._armed("seven of eight words of a line") and self._is_record(offset) and value > 0)
         ):
             self._words(window, offset, 8)[:7] = value
         elif self._armed("first word missing") and self._is_record(offset):
@@ -830,7 +1325,7 @@ def broken(
         def whole_step() -> None:
             d = player.dispatch(mine, turn)
             check_dispatched(turn, d, inputs, spec.experts, ctx.rank, fault)
-            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            y_NH = results_of(player, d, turn)
             out_TH = player.combine(y_NH, d, mine, turn)
             check_combined(turn, out_TH, inputs, spec.experts, ctx.rank, fault)
 
@@ -841,7 +1336,7 @@ def broken(
             if repair_after is not None and not in_cell:
                 time.sleep(repair_after)
                 node.repair()
-            y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+            y_NH = results_of(player, d, turn)
             # In a fault of the dispatch the product never comes to combine.
             error = caught(partial(player.combine, y_NH, d, mine, turn)) if in_cell or repair_after else None
             if repair_after is not None and in_cell:
@@ -873,6 +1368,17 @@ class WrongRank(NumpyRank):
             counts[[0, 1]] += (-1, 1)  # moves a row from expert 0 to expert 1
             payload = counts.tobytes()
         super()._send_record(words, payload)
+
+    def _put(self, window: int, start: int, b: int, data: bytes | Any) -> None:
+        if self.n >= 2 and self.sizes.push and not isinstance(data, bytes):
+            in_row = self.at.row <= start < self.at.row_flag
+            if in_row and self.wrong in ("a bit of a pushed row", "a bit behind a pushed row"):
+                data = data.copy()
+                data[0 if "of" in self.wrong else -1] ^= 1
+            if start >= self.at.z and self.wrong == "a bit of z":
+                data = data.copy()
+                data[-1] ^= 1
+        super()._put(window, start, b, data)
 
     def _send_cell(self, q: int, h: int, words: dict[str, int], text: bytes, code: int) -> None:
         if h >= 2 and self.wrong == "a bit of y":
@@ -906,7 +1412,7 @@ def wrong_contents(ctx: RankContext, spec: GroupSpec, numpy_at: int, wrong: str)
             inputs.append(replace(made, idx_TK=torch.full_like(made.idx_TK, target)))
         mine = inputs[ctx.rank]
         d = player.dispatch(mine, turn)
-        y_NH = run_experts(d.x, d.offsets, player.group.local_experts, d.x.dtype)
+        y_NH = results_of(player, d, turn)
         out_TH = player.combine(y_NH, d, mine, turn) if wrong != "counts" else None
         what = f"{wrong}, rank {ctx.rank}"
 
@@ -933,3 +1439,114 @@ def demanding(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> None:
     with playing(ctx, spec, numpy_at, make=DemandingRank) as player:
         turn = Turn(Step((4,) * ctx.world_size, 1, 4, routing="round"), (1,) * ctx.world_size)
         player.dispatch(make_inputs(turn.step, ctx.rank, spec.experts), turn)
+
+
+# -------------------------------------------------------------------------------------------- what can't be true
+
+
+def one_step(player: Player, turn: Turn, inputs: Sequence[Inputs], experts: int, what: str) -> None:
+    """A dispatch and its combine, compared with the oracle."""
+    mine = inputs[player.rank]
+    d = player.dispatch(mine, turn)
+    check_dispatched(turn, d, inputs, experts, player.rank, what)
+    out_TH = player.combine(results_of(player, d, turn), d, mine, turn)
+    check_combined(turn, out_TH, inputs, experts, player.rank, what)
+
+
+def lies(
+    ctx: RankContext, spec: GroupSpec, numpy_at: int, all_words: Sequence[dict[str, int]]
+) -> list[Caught | None]:
+    """The numpy rank's records of calls 2, 4, .. have these words. Returns what the product raises; good steps follow."""
+
+    class LyingRank(NumpyRank):
+        def _send_record(self, said: dict[str, int], payload: bytes) -> None:
+            lie = all_words[self.n // 2 - 1] if self.n % 2 == 0 else {}
+            super()._send_record({**said, **lie}, payload)
+
+    turn = Turn(Step((4,) * 2, 2, 4, weight_dtype=None, routing="round"), (2,) * 2)
+    mine = make_inputs(turn.step, ctx.rank, spec.experts)
+    found: list[Caught | None] = []
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        good_turn(player, spec, 2, 1)
+        for _ in all_words:
+            begun = player.begin(mine, turn)
+            # The numpy rank doesn't know better and would take rows that the product never pushes.
+            found.append(None if player.is_numpy else caught(partial(player.wait, begun, mine)))
+            good_turn(player, spec, 2, 2)
+    return found
+
+
+def wrong_token(ctx: RankContext, spec: GroupSpec, numpy_at: int, entry: int) -> Any:
+    """The token list of the numpy rank names a token that doesn't exist. Returns the product's error, and its status cell."""
+
+    class LyingRank(NumpyRank):
+        def _send_record(self, said: dict[str, int], payload: bytes) -> None:
+            if self.n == 2:
+                self._words(self.rank, self._slot("token_list", 2), 16)[:] = entry
+            super()._send_record(said, payload)
+
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        good_turn(player, spec, 2, 1)
+        turn = Turn(Step((8,) * 2, 2, 4, weight_dtype=None, routing="round"), (2,) * 2)
+        error = caught(partial(player.dispatch, make_inputs(turn.step, ctx.rank, spec.experts), turn))
+        ctx.barrier()
+        return status_seen(player, 1 - numpy_at) if player.is_numpy else error
+
+
+def wrong_marks(ctx: RankContext, spec: GroupSpec, numpy_at: int, fault: str, waits: bool) -> Caught | None:
+    """The numpy rank's watermarks of call 3 are wrong. Returns what the product raises in it.
+
+    Where the product waits in vain the numpy rank is the more patient one.
+    """
+
+    class LyingRank(NumpyRank):
+        def _say(self, q: int, n: int, kind: int, mark: int) -> None:
+            start = self._wave(n, kind, self.rank)
+            if n != 3 or kind == numpy_rank.COMBINE_READY:
+                super()._say(q, n, kind, mark)
+            elif fault == "mark without a code":
+                self._write_code(q, start + self.at.wave_mark, mark)
+            elif fault == "code without a mark":  # what an older call left is there
+                self._write_code(q, start + self.at.wave_mark, 0)
+                self._write_code(q, start + self.at.wave_code, self.code(n))
+            elif fault == "negative mark":
+                super()._say(q, n, kind, -3)
+            elif fault in ("all at once", "far beyond"):
+                super()._say(q, n, kind, 1000 if fault == "all at once" else 2**31 - 1)
+
+    T = spec.max_tokens
+    turn = Turn(Step((T,) * 2, 2, 4, weight_dtype=None, routing="round", rows="random"), (2,) * 2)
+    inputs = turn.inputs(spec.experts)
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        for n in (1, 2):
+            one_step(player, turn, inputs, spec.experts, f"call {n}")
+        if isinstance(player, NumpyPlayer):
+            player.node.timeout = 10.0 if waits else 0.5
+        error = caught(partial(one_step, player, turn, inputs, spec.experts, fault))
+        ctx.barrier()
+        return error
+
+
+def wrong_flags(ctx: RankContext, spec: GroupSpec, numpy_at: int, fault: str) -> Caught | None:
+    """The flags of the numpy rank's rows of call 2 are wrong. Returns what the product raises in it."""
+
+    class LyingRank(NumpyRank):
+        def _write_code(self, window: int, offset: int, value: int) -> None:
+            is_flag = window != self.rank and self.at.row_flag <= offset < self.at.z
+            if not is_flag or self.n < 2 or fault == "":
+                super()._write_code(window, offset, value)
+            elif fault == "flag of another row":
+                super()._write_code(window, offset + 20 * self.at.row_flag_stride, value)
+            elif fault == "flags in the other slot":
+                other = 1 if self.n % self.sizes.slots == 0 else -1
+                super()._write_code(window, offset + other * self.at.row_flag_slot_stride, value)
+
+    turn = Turn(Step((8,) * 2, 2, 4, weight_dtype=None, routing="round", rows="random"), (2,) * 2)
+    inputs = turn.inputs(spec.experts)
+    with playing(ctx, spec, numpy_at, make=LyingRank) as player:
+        good_turn(player, spec, 2, 1)
+        if isinstance(player, NumpyPlayer):
+            player.node.timeout = 10.0
+        error = caught(partial(one_step, player, turn, inputs, spec.experts, fault))
+        ctx.barrier()
+        return error

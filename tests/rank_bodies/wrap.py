@@ -27,11 +27,16 @@ SIZES: dict[str, Any] = {
 
 
 def across_the_wrap(
-    ctx: RankContext, record_format: str, code_max: int, first: int, depth: int, steps: int
+    ctx: RankContext, record_format: str, protocol: str, code_max: int, first: int, depth: int, steps: int
 ) -> None:
     """Steps over several laps: most ranks idle in most steps, so that old codes stay where nothing overwrites them."""
     group = ctx.fresh_group(
-        **{**SIZES, "depth": depth}, record_format=record_format, _code_max=code_max, _first_epoch=first
+        **{**SIZES, "depth": depth},
+        record_format=record_format,
+        protocol=protocol,
+        _code_max=code_max,
+        _first_epoch=first,
+        _tiling={"mix": 5, "flag_rows": 3} if protocol == "push" else None,
     )
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * (first % 1000) + step)
@@ -56,9 +61,13 @@ def across_the_wrap(
         assert torch.equal(out, sums[ctx.rank]), f"step {step}"
 
 
-def late_cell(ctx: RankContext, record_format: str) -> float:
-    """A source leaves a combine early; the owner's late cell must not be taken for the one a lap later (V = 4, NS = 2)."""
-    group = ctx.fresh_group(**SIZES, record_format=record_format, _code_max=4)
+def late_cell(ctx: RankContext, record_format: str, protocol: str) -> float:
+    """A source leaves a combine early; the owner's late cell must not be taken for the one a lap later (V = 6, NS = 2).
+
+    Call 5 is the last of lap 0 in its slot, and its cell so late that the source has cleared the slot in call 7 meanwhile. It
+    could be taken for that of call 11; only the second clearing, in call 9, removes it.
+    """
+    group = ctx.fresh_group(**SIZES, record_format=record_format, protocol=protocol, _code_max=6)
     nothing = torch.zeros(0, 5), torch.zeros(0, 1, dtype=torch.int64)
 
     def call(value: float | None) -> Any:
@@ -67,22 +76,22 @@ def late_cell(ctx: RankContext, record_format: str) -> float:
             return moe_a2a.dispatch(torch.full((1, 5), value), torch.tensor([[2]]), group)
         return moe_a2a.dispatch(*nothing, group)
 
-    call(None)
-    call(None)
-    third = call(3.0)
+    for _ in range(4):
+        call(None)
+    fifth = call(5.0)
     call(None)
     if ctx.rank == 1:
         time.sleep(0.3)
     bad = torch.ones(2, 7) if ctx.rank == 0 else None
     with contextlib.suppress(errors.BadValue):
-        moe_a2a.combine(third.x, third.handle, bad)
-    call(None)
-    call(None)
-    seventh = call(7.0)
+        moe_a2a.combine(fifth.x, fifth.handle, bad)
+    for _ in range(4):
+        call(None)
+    last = call(11.0)
     if ctx.rank == 1:
         time.sleep(0.3)
-    out = moe_a2a.combine(seventh.x, seventh.handle)
-    return float(out[0, 0]) if ctx.rank == 0 else 7.0
+    out = moe_a2a.combine(last.x, last.handle)
+    return float(out[0, 0]) if ctx.rank == 0 else 11.0
 
 
 def _spoil(view: memoryview, offset: int, word: int, value: int) -> None:
