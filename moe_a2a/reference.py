@@ -57,6 +57,7 @@ from .op_host.layout import (
     handle_words,
     pack_handle,
 )
+from .op_host.quant import QUANT_NAMES
 
 ExpertFn = Callable[[int, Tensor], Tensor]
 """What an expert does: (global expert id, rows [n, H]) -> rows [n, H]."""
@@ -108,35 +109,9 @@ def send_counts_reference(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, T
     return counts_E, rearrange(slot, "(t k) -> t k", t=topk_idx.shape[0], k=topk_idx.shape[1]).int()
 
 
-QUANTIZE = {None: 0, "int8": 1, "fp8_e4m3": 2}
-_FP8_BLOCK = 128  # columns that share a scale
-
-
-def _quantize_rows(x: Tensor, quant: int) -> tuple[Tensor, Tensor]:
-    """Quantises rows; the one place where it is defined in torch.
-
-    In float32: the scale of a row (int8), or of 128 columns of it (fp8_e4m3), is the largest magnitude there over 127 or 448. A
-    row or block with a NaN or an infinity gets the scale NaN and zeros, one whose scale is 0 gets zeros.
-
-    Args:
-        x: [N, H] of a float type.
-        quant: 0 none, 1 int8, 2 fp8_e4m3.
-
-    Returns:
-        [N, H] x itself, int8 or float8_e4m3fn, and the float32 scales: [0], [N] or [N, ceil(H / 128)].
-    """
-    if quant == 0:
-        return x, torch.empty(0)
-    rows, hidden = x.shape
-    block, limit = ((hidden, 127.0), (_FP8_BLOCK, 448.0))[quant - 1]
-    blocks = -(-hidden // block)
-    cut = torch.nn.functional.pad(x.float(), (0, blocks * block - hidden)).view(rows, blocks, block)
-    largest = cut.abs().amax(2, keepdim=True)
-    scale = torch.where(largest.isfinite(), largest / limit, torch.nan)
-    q = torch.where(scale > 0, cut / scale, 0.0)
-    q = (q.round() if quant == 1 else q).clamp(-limit, limit).to((torch.int8, torch.float8_e4m3fn)[quant - 1])
-    scales = scale.view(rows, blocks)
-    return q.view(rows, blocks * block)[:, :hidden].contiguous(), scales[:, 0] if quant == 1 else scales
+def _quantize_rows(x: Tensor, quantize: str | None) -> tuple[Tensor, Tensor]:
+    """[N, H] rows as they travel, and their float32 scales: [0] when they aren't quantised."""
+    return (x, torch.empty(0)) if quantize is None else quantize_rows_reference(x, quantize)
 
 
 def _places(counts_E: Tensor, align: int) -> tuple[Tensor, int]:
@@ -239,7 +214,7 @@ def dispatch_reference(
     tokens_R = torch.tensor([len(x) for x in xs])
     first_R = tokens_R.cumsum(0) - tokens_R  # each rank's first row when the ranks' tokens are put together
     all_rows = torch.cat(list(xs))[first_R[pairs.source_N3[:, 0]] + pairs.source_N3[:, 1]]
-    all_rows, all_scales = _quantize_rows(all_rows, QUANTIZE[quantize])
+    all_rows, all_scales = _quantize_rows(all_rows, quantize)
     all_weights = None
     if weights is not None:
         kept = [weights_TK[idx_TK >= 0] for weights_TK, idx_TK in zip(weights, idxs, strict=True)]
@@ -563,7 +538,7 @@ def check_options(pad_to: int, align: int, quant: int, rank: int) -> None:
         raise BadValue(f"{operation}: pad_to = {pad_to} on rank {rank}; expected 0 to 2**31 - 1, or none")
     if not 1 <= align <= 2**20:
         raise BadValue(f"{operation}: align = {align} on rank {rank}; expected 1 to 2**20")
-    if quant not in QUANTIZE.values():
+    if quant != 0 and quant not in QUANT_NAMES:
         raise BadValue(
             f"{operation}: quantisation {quant} on rank {rank}; expected 0 (none), 1 (int8) or 2 (fp8_e4m3)"
         )
@@ -662,7 +637,7 @@ class _Header(NamedTuple):
     dtype: int = 0  # DTYPE_CODES
     weight_dtype: int = 0  # DTYPE_CODES, 0 when no weights travel
     tag: int = 0
-    quant: int = 0  # QUANTIZE
+    quant: int = 0  # QUANT_CODES of op_host/quant.py
     align: int = 1
     routing: int = 0  # digest of the send-count matrix that is used again, 0 for a new one
     pad_to: int = -1  # may differ
@@ -677,7 +652,7 @@ _AGREE: dict[str, tuple[str, Callable[[int], str]]] = {
     "dtype": ("the rows' dtype", lambda code: str(CODE_DTYPES.get(code))),
     "weight_dtype": ("topk_weights", lambda code: str(CODE_DTYPES.get(code))),
     "tag": ("the tag", str),
-    "quant": ("quantize", lambda code: str({code: name for name, code in QUANTIZE.items()}.get(code))),
+    "quant": ("quantize", lambda code: str(QUANT_NAMES.get(code))),
     "align": ("align", str),
     "routing": ("the routing", lambda digest: f"used again (digest {digest})" if digest else "new"),
 }
@@ -903,7 +878,7 @@ class CollectiveExchange:
             check_options(pad_to, align, quant, self.rank)
             assert isinstance(ids_TK, Tensor)
             counts_E, slot_TK = send_counts_reference(ids_TK, self._limits.num_experts)
-            rows_TH, scales_T = _quantize_rows(x.detach(), quant)
+            rows_TH, scales_T = _quantize_rows(x.detach(), QUANT_NAMES.get(quant))
             parts = [rows_TH, scales_T[:, None] if quant == 1 else scales_T][: 1 + (quant > 0)]
             send = _pack_rows(parts, ids_TK, topk_weights)
             header = header._replace(

@@ -66,7 +66,7 @@ MAGIC = 0x6D6F655F61326131
 VERSION = 2
 RECORD = _numbered(
     "KIND REASON GENERATION EPOCH_LO EPOCH_HI TOKENS HIDDEN DTYPE QUANT WEIGHT_DTYPE TOP_K MODE PAD_LO PAD_HI ALIGN "
-    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI"
+    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI ASYNC"
 )
 CELL = _numbered("REASON DTYPE HIDDEN STRIDE Y_LO Y_HI TEXT_BYTES MODE")
 STATUS = _numbered("REASON WHO EPOCH_LO EPOCH_HI PHASE GENERATION")
@@ -675,6 +675,7 @@ class NumpyRank:
         quant: int = NONE,
         scales: Array | None = None,
         routing: Handle | None = None,
+        later: bool = False,
     ) -> Call:
         """Publish the record of a dispatch.
 
@@ -690,6 +691,7 @@ class NumpyRank:
             pad: PAD.
             scales: [T, S] float32, of quantised rows.
             routing: of an earlier dispatch, to use again.
+            later: the rows may be waited for later than the call (ASYNC).
         """
         idx_TK = routing.idx_TK if routing is not None else topk_idx
         assert idx_TK is not None
@@ -745,6 +747,7 @@ class NumpyRank:
             **({} if push else {**both("X", x_offset), "X_STRIDE": stride}),
             "FLAG_ROWS": flag_rows if push else 0,
             **both("ROUTING", 0 if routing is None else digest(routing.counts_RE)),
+            "ASYNC": int(later),
         }
         self._send_record(record, counts_E.tobytes() if routing is None else b"")
         missing = self._missing[n] = set(self.peers)

@@ -41,6 +41,7 @@ from moe_a2a.errors import (
     PeerTimeout,
 )
 from moe_a2a.op_host.layout import HandleView, HandleWord
+from moe_a2a.op_host.quant import QUANT_CODES
 from moe_a2a.reference import CollectiveExchange
 
 NAN, INF = float("nan"), float("inf")
@@ -596,7 +597,7 @@ def check_options(ranks: Ranks) -> None:
                 kept.get(seed) if again else None,
                 pad_to=-1 if pads is None else pads[r],
                 align=align,
-                quant=reference.QUANTIZE[quantize],
+                quant=0 if quantize is None else QUANT_CODES[quantize],
             )
             kept[seed] = meta.clone()
             expected = want[r].weights_N

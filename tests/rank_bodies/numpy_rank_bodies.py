@@ -273,6 +273,7 @@ class NumpyPlayer(Player):
             turn.tag,
             staged=turn.other,
             push=not asynchronous and self._pushes(),
+            later=asynchronous,
             flag_rows=self.rng.choice([0, 0, 1, 3]),
             padding=turn.padding,
             pad=-1 if pad is None else pad,
