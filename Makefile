@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv with torch, this package built in place, and its extras.
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
-#   make test       the tests (under 10 minutes on 2 cores)
+#   make test       the tests (about a quarter of an hour on 2 cores)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute)
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)

@@ -163,7 +163,7 @@ def test_many_steps(pool: RankPool, run: str) -> None:
     assert [found["combined"] for found in ran] == [combined] * ranks
     product = ran[1 if numpy_at == 0 else 0]
     assert (product["pushes"] > dispatches // 2) == spec.push
-    assert (product["waves"] > 1.1 * dispatches) == (spec.recv_rows is not None)
+    assert (product["waves"] > product["dispatches"]) == (spec.recv_rows is not None)
 
 
 def test_turns_are_of_every_kind() -> None:

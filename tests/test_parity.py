@@ -338,10 +338,22 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 FORMATS = ("compact", "portable", "line")
 
 
+def slow(value: int) -> Any:
+    """A value that only `make test-long` runs."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def thinned(first: list[int], second: list[int], quick: list[tuple[int, int]]) -> list[Any]:
+    """All pairs; those that aren't quick run in `make test-long` only."""
+    return [
+        pytest.param(a, b, marks=() if (a, b) in quick else pytest.mark.slow) for a in first for b in second
+    ]
+
+
 @pytest.mark.parametrize("recv_rows", [None, 5], ids=["one wave", "waves"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3])
 def test_each_option(
     pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
 ) -> None:
@@ -361,10 +373,9 @@ def test_each_option(
 
 
 @pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize(("ranks", "depth"), thinned([1, 2, 3, 4], [2, 3], [(1, 2), (2, 2), (3, 3), (4, 2)]))
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_all_options_without_barriers(
     pool: RankPool, ranks: int, record_format: str, protocol: str, depth: int, recv_rows: int | None
 ) -> None:
@@ -409,7 +420,7 @@ ASYNC_ORDERS = [
 @pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
 @pytest.mark.parametrize("protocol", ["pull", "mixed"])
 @pytest.mark.parametrize(("depth", "order"), ASYNC_ORDERS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3])
 def test_asynchronous_calls_in_any_order(
     pool: RankPool, ranks: int, depth: int, order: str, protocol: str, recv_rows: int | None
 ) -> None:
@@ -438,7 +449,7 @@ def test_asynchronous_calls_in_any_order(
 @pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_all_options_when_codes_wrap(
     pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
 ) -> None:
@@ -477,8 +488,9 @@ def wandering_order(rng: random.Random, count: int, depth: int, dropped: Sequenc
 
 @pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("depth", [2, 3, 5])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "depth"), thinned([1, 2, 3, 4], [2, 3, 5], [(1, 2), (2, 5), (3, 3), (4, 2)])
+)
 def test_waits_in_any_order(
     pool: RankPool, ranks: int, depth: int, protocol: str, recv_rows: int | None
 ) -> None:
@@ -497,7 +509,7 @@ def test_waits_in_any_order(
 @pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3])
 def test_quantized(
     pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
 ) -> None:

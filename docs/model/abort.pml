@@ -11,7 +11,7 @@
  * Claims: all ranks raise or none; a call that doesn't raise reads the right rows; nobody hangs. A wait and its reads are one
  * step, as in exchange.pml.
  *
- * Parameters: R ranks (2 or 3), CALLS, NS dispatches begun and not read; GOOD_OR_BAD: a good call always has rows, and they fit.
+ * Parameters: R ranks (2 or 3), CALLS, NS calls whose records may be unread; GOOD_OR_BAD: a good call has rows that fit.
  * Faults
  *   FAULT_SOME_PEERS     only the next rank is told, the others get counts
  *   FAULT_AFTER_RECORD   found out after the record with counts was sent

@@ -1,8 +1,8 @@
 /* Ends: peers that leave, die or are too slow while others wait for them.
  *
  * Every rank makes CALLS calls, one record round each, and then closes its group: LEFT in its status cell of every peer. With
- * LEAVE_EARLY it may close before. Up to DEATHS processes may end at any step. Up to TIMEOUTS waits end
- * although nothing is wrong; the slow peer then goes on as a zombie and writes its records late.
+ * LEAVE_EARLY it may close before. Up to DEATHS processes may end at any step. Up to TIMEOUTS waits may end although nothing
+ * is wrong; the slow peer then goes on as a zombie and writes its records late.
  *
  * A waiting rank polls for the records and, while some are missing, looks at its status cells. LEFT and the end of a process
  * count only for peers it still waits for, POISON counts from any. When it finds a peer gone it polls once more: the peer may

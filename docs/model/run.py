@@ -206,7 +206,7 @@ def main() -> int:
     if arguments.only:
         missing = set(arguments.only) - {check.name for check in checks}
         if missing:
-            parser.error(f"no check named {', '.join(sorted(missing))}; --list names all")
+            parser.error(f"no check named {', '.join(sorted(missing))}; see --lane all --list")
         checks = [check for check in checks if check.name in arguments.only]
     elif arguments.lane == "ci":
         checks = [check for check in checks if check.lane == "ci"]

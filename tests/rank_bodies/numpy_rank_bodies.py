@@ -653,7 +653,12 @@ def many_steps(ctx: RankContext, spec: Spec, numpy_at: int, dispatches: int, see
             if i in outs:
                 check_combined(turns[i][0], outs[i], inputs[i], spec.experts, ctx.rank, what)
         stats = {} if player.is_numpy else player.group.stats()
-        return {"combined": len(outs), "pushes": stats.get("pushes", 0), "waves": stats.get("waves", 0)}
+        return {
+            "combined": len(outs),
+            "pushes": stats.get("pushes", 0),
+            "waves": stats.get("waves", 0),
+            "dispatches": stats.get("dispatches", 0),
+        }
 
 
 # ------------------------------------------------------------------------------------------------------------- headers

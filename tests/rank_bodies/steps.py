@@ -218,7 +218,12 @@ def check_dispatch(group: Any, step: Step, d: Any, rank: int, what: str) -> None
 
 def check_combine(step: Step, out_TH: Tensor, experts: int, rank: int, what: str) -> None:
     """Compare combine's result with the oracle, bit by bit."""
-    assert_bits(out_TH, expected(step, experts, rank).out_TH, f"{what}: combined")
+    want_TH = expected(step, experts, rank).out_TH
+    if step.rows == "nan" and step.quantize is not None:
+        # Which NaN comes out of a sum of several isn't said; that it is one is.
+        assert torch.equal(out_TH.isnan(), want_TH.isnan()), f"{what}: combined"
+        return
+    assert_bits(out_TH, want_TH, f"{what}: combined")
 
 
 def check_truth(step: Step, out_TH: Tensor, experts: int, rank: int, what: str) -> None:
