@@ -2,10 +2,12 @@
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
 #   make test       the tests (about a quarter of an hour on 2 cores)
-#   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute)
+#   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
+#                   `make bench-protocol`: push, pull, formats and quantisation against each other)
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
+#   make model      checks the protocol's model, all of it (Debian: apt-get install spin gcc libc6-dev); `make model-short`: minutes
 #   make test-long  the tests that take minutes or tens of GB
 #
 # TORCH="torch==2.14.0" picks another torch, with options of pip if need be; PYTHON=python3.12 another Python (3.10 or newer).
@@ -20,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-long bench bench-short lint format aarch64-check aarch64-test wheel clean setup
+.PHONY: demo test test-long bench bench-protocol bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -52,6 +54,9 @@ bench: $(VENV)/.ready
 	-$(PIP) install --quiet mpich mpi4py # MPI is a yardstick: without it the table has no MPI columns
 	$(BIN)/python benchmarks/bench_dispatch_combine.py
 
+bench-protocol: $(VENV)/.ready
+	$(BIN)/python benchmarks/bench_protocol.py
+
 bench-short: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_dispatch_combine.py --short
 
@@ -81,6 +86,12 @@ aarch64-test: $(VENV)/.ready
 	@command -v $(AARCH64_CXX) >/dev/null || { echo "make: $(AARCH64_CXX) not found (Debian: apt-get install g++-aarch64-linux-gnu)"; exit 1; }
 	@command -v $(AARCH64_RUN) >/dev/null || { echo "make: $(AARCH64_RUN) not found (Debian: apt-get install qemu-user)"; exit 1; }
 	$(BIN)/python tests/thread_ranks.py --cxx $(AARCH64_CXX) --flags=-static --under $(AARCH64_RUN)
+
+model:
+	$(PYTHON) docs/model/run.py --lane all
+
+model-short:
+	$(PYTHON) docs/model/run.py --lane ci
 
 wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist
