@@ -64,7 +64,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=examples:benchmarks:tests $(BIN)/mypy examples/*.py benchmarks/*.py tests/*.py tests/rank_bodies/*.py
+	MYPYPATH=examples:benchmarks:tests $(BIN)/mypy examples/*.py benchmarks/*.py tests/*.py tests/rank_bodies/*.py docs/model/run.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

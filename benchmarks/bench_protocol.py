@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from bench_plan import Size, StartLine
 from rich.console import Console
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 import moe_a2a
 
@@ -148,9 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         StartLine.create(scratch / "start", arguments.ranks)
-        mp.spawn(  # type: ignore[no-untyped-call]
-            measure, (arguments.ranks, scratch, sizes, arguments.rounds), arguments.ranks
-        )
+        spawn(measure, (arguments.ranks, scratch, sizes, arguments.rounds), arguments.ranks)
         found = json.loads((scratch / "found.json").read_text())
     console = Console(width=140)
     for part in ("dispatch_us", "combine_us"):

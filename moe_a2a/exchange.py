@@ -308,6 +308,22 @@ def dispatch(
 ) -> PendingDispatch: ...
 
 
+@overload
+def dispatch(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    group: EPGroup,
+    topk_weights: Tensor | None = None,
+    *,
+    routing: Handle | Dispatched | None = None,
+    pad_to: int | None = None,
+    align: int = 1,
+    quantize: str | None = None,
+    async_op: bool,
+    tag: str | int | None = None,
+) -> Dispatched | PendingDispatch: ...
+
+
 def dispatch(
     x: Tensor,
     topk_idx: Tensor | None,
@@ -407,6 +423,16 @@ def combine(
     *,
     async_op: Literal[True],
 ) -> PendingCombine: ...
+
+
+@overload
+def combine(
+    y: Tensor,
+    handle: Handle | Dispatched,
+    topk_weights: Tensor | None = None,
+    *,
+    async_op: bool,
+) -> Tensor | PendingCombine: ...
 
 
 def combine(

@@ -186,7 +186,7 @@ def in_flight(ctx: RankContext, setting: dict[str, Any], order: str) -> None:
         ctx.jitter(3)
         if kind in "DB":
             x = mine.x_TH.clone()
-            result = moe_a2a.dispatch(
+            result: Any = moe_a2a.dispatch(
                 x, mine.idx_TK, group, topk_weights=mine.weights_TK, async_op=kind == "B"
             )
             if kind == "B":
@@ -242,9 +242,7 @@ def expired_in_flight(ctx: RankContext, setting: dict[str, Any]) -> dict[str, st
     assert torch.equal(moe_a2a.combine(last.x, last), x)
     # A ticket of an earlier call is refused by the operator, too.
     ticket = out._ticket
-    found["ticket"] = said(
-        lambda: moe_a2a.exchange.PendingCombine(group, ticket, None).wait()  # type: ignore[attr-defined]
-    )
+    found["ticket"] = said(lambda: moe_a2a.exchange.PendingCombine(group, ticket, None).wait())
     return found
 
 
