@@ -300,6 +300,14 @@ FAULTS: dict[str, list[Setup]] = {
         Setup(recv_rows=3, options={"focus": "wave code:0.3:2000"}),
         Setup(protocol="push", recv_rows=4, format=Format.LINE, options={"focus": "wave code:0.2:2000"}),
     ],
+    "LOST_PEER_IS_MISSING": [
+        Setup(
+            ranks=3,
+            format=record_format,
+            options={"scenario": "leave late", "focus": "look for losses:1:4000"},
+        )
+        for record_format in FORMATS
+    ],
 }
 
 

@@ -193,14 +193,14 @@ std::optional<Group::Loss> Group::find_loss(const std::vector<int64_t>& missing,
     if (read.state == status::LEFT)
       return Loss{FailureKind::PEER_LOST, peer,
                   say("%s, call %lu on rank %ld: rank %ld closed its group after call %lu. %s", operation, epoch, rank_, peer,
-                      read.epoch, REMEDY)};
+                      read.epoch, REMEDY), true};
     const int pidfd = pidfds_[static_cast<size_t>(peer)];
     if (pidfd >= 0) {
       pollfd ended{pidfd, POLLIN, 0};
       if (::poll(&ended, 1, 0) > 0)
         return Loss{FailureKind::PEER_LOST, peer,
                     say("%s, call %lu on rank %ld: the process of rank %ld has ended (%s). %s", operation, epoch, rank_, peer,
-                        last_seen(peer).c_str(), REMEDY)};
+                        last_seen(peer).c_str(), REMEDY), true};
     }
   }
   for (int64_t peer : all_peers_) {

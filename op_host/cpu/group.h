@@ -2,6 +2,7 @@
 // raw memory. Nothing of torch in here; bindings.cpp turns tensors into what this takes.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -253,6 +254,7 @@ class Group {
     FailureKind kind;
     int64_t who;
     std::string text;
+    bool gone = false;  // who has left or ended; it may have done its part before
   };
   std::optional<Loss> find_loss(const std::vector<int64_t>& missing, uint64_t epoch, const char* operation,
                                 int64_t waited) const;
@@ -361,12 +363,16 @@ void Group::await_peers(const std::vector<int64_t>& peers, uint64_t epoch, const
   if (done()) return;
   start = now_ns();
   wait_until(tiling_.wait, done, [&](int64_t waited) {
+    at_point("look for losses");
     const auto loss = find_loss(missing_, epoch, operation, waited);
     if (!loss) return;
     // A peer may have done its part and left, or ended, between the poll and the look at it: poll once more. What this process
     // wants (a signal, a close) holds all the same.
     const bool own_wish = loss->kind == FailureKind::INTERRUPTED || loss->kind == FailureKind::GROUP_CLOSED;
-    if (own_wish || !done()) lose(*loss, epoch, where);
+    if (!own_wish && done()) return;
+    const bool missed = std::find(missing_.begin(), missing_.end(), loss->who) != missing_.end();
+    if (loss->gone && !missed && !dropped(Rule::LOST_PEER_IS_MISSING)) return;  // it has; others are late
+    lose(*loss, epoch, where);
   });
 }
 

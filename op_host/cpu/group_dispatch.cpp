@@ -215,8 +215,9 @@ void Group::judge(CallState& call) {
 
 void Group::clear_lap(uint64_t epoch) {
   // On the first use of a slot in a new lap the codes of the lap before would match again, so they are cleared before the record
-  // is published. At the second use once more: where a combine ended early on this rank, a peer may have written its cell of the
-  // slot's last use in the old lap after the first clearing; now that its record of the first use is here, it has.
+  // is published. At the second use once more: what this rank didn't wait for at the slot's last use in the old lap (the cell for a
+  // combine that ended early, the last word about a wave, rows for a call that was abandoned) a peer may have written after the
+  // first clearing; now that its record of the first use was read, it has.
   if (dropped(Rule::CLEAR_IN_A_NEW_LAP)) return;
   const uint64_t uses = (dropped(Rule::CLEAR_TWICE) ? 1 : 2) * static_cast<uint64_t>(layout_[SLOTS]);
   const uint64_t before = epoch > uses ? layout_.lap(epoch - uses) : 0;

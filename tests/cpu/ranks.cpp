@@ -1142,6 +1142,33 @@ void run_close() {
   std::printf("ok steps=2\n");
 }
 
+// Rank 0 sends its part of a call and leaves, while rank 1 is on its way from a poll to a look at who has left, and rank 2 is
+// merely late: nothing is lost.
+void run_leave_late() {
+  int64_t steps = 0;
+  for (const int64_t end = now_ns() + static_cast<int64_t>(options.seconds * 1e9); now_ns() < end; ++steps) {
+    const Windows windows = new_windows();
+    Plan plan = one_call(0);
+    plan.calls[0].async[0] = 1;
+    std::vector<std::unique_ptr<Group>> groups;
+    for (int64_t r = 0; r < 3; ++r) groups.push_back(new_group(r, options.layout, windows, options.timeout));
+    std::vector<std::thread> threads;
+    for (int64_t r = 0; r < 3; ++r)
+      threads.emplace_back([&, r] {
+        become(r);
+        sleep_us(r == 0 ? 6000 + steps % 8 * 1000 : r == 2 ? 40000 : 0);
+        try {
+          Rank(plan, *groups[static_cast<size_t>(r)], r).run({Do::SEND, {0}}, 0);
+        } catch (const Failure& failure) {
+          unexpected(failure);
+        }
+        if (r == 0) groups[0]->close();
+      });
+    for (auto& thread : threads) thread.join();
+  }
+  std::printf("ok steps=%ld\n", steps);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -1179,5 +1206,6 @@ int main(int count, char** arguments) {
   else if (scenario == "rebuild new") run_rebuild(true);
   else if (scenario == "owner drops") run_owner_drops();
   else if (scenario == "close") run_close();
+  else if (scenario == "leave late") run_leave_late();
   else report("error", -1, 0, "no scenario " + scenario);
 }
