@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import operator
 import os
@@ -269,7 +270,10 @@ class EPGroup:
         self._ranges = expert_ranges(config.num_experts, world_size)
         self.local_experts = self._ranges[rank]
         self.num_local_experts = len(self.local_experts)
-        self.name = f"moe_a2a.{next(_numbers)}"
+        # Compiled code is cached, also on disk and between ranks, by what stands in its graph; the sizes of operators' outputs
+        # depend on the rank and the group's numbers. So the name tells all of these apart.
+        digest = hashlib.blake2b(repr((config, rank, world_size)).encode(), digest_size=4).hexdigest()
+        self.name = f"moe_a2a.{next(_numbers)}.rank{rank}of{world_size}.{digest}"
         self.layout = layout
         self.protocol = config.protocol
         self._tiling = replace(cpu_tiling(world_size, protocol=protocol), **(_tiling or {}))

@@ -160,6 +160,12 @@ def test_aborts_among_calls_in_flight(pool: RankPool, setting: dict[str, Any], r
 
 
 @pytest.mark.parametrize("setting", [PULL, PUSH], ids=["pull", "push"])
+def test_34_replay_with_other_counts(pool: RankPool, setting: dict[str, Any]) -> None:
+    # Every call dispatched twice, compiled and not: nothing was folded away or called once more.
+    assert pool.run(4, cases.replayed, setting, 12, timeout=280) == [24] * 4
+
+
+@pytest.mark.parametrize("setting", [PULL, PUSH], ids=["pull", "push"])
 def test_35_several_groups(setting: dict[str, Any]) -> None:
     world = RankPool(4)
     try:

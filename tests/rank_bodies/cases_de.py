@@ -326,6 +326,48 @@ def aborted_in_flight(ctx: RankContext, setting: dict[str, Any]) -> list[str]:
     return found
 
 
+def replayed(ctx: RankContext, setting: dict[str, Any], calls: int) -> int:
+    """Case 34: a compiled callable over buffers whose contents change in place, and once with sizes that change; against the
+    same function uncompiled.
+    """
+    group = ctx.fresh_group(
+        **setting,
+        num_experts=5,
+        top_k=2,
+        max_tokens=8,
+        hidden_size=16,
+        dtype=torch.float32,
+        timeout=120.0,
+        warmup_timeout=300.0,
+    )
+    room = 2 * 8 * ctx.world_size
+
+    def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = moe_a2a.dispatch(x, idx, group, weights, pad_to=room)
+        assert d.weights is not None
+        return moe_a2a.combine(d.x * 2.0 + d.weights[:, None] * 0.0, d, weights)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    x, idx, weights = torch.empty(8, 16), torch.empty(8, 2, dtype=torch.int64), torch.empty(8, 2)
+    with torch.no_grad():
+        for number in range(calls):
+            # The same on every rank but for what it sends; one rank sends nothing at all.
+            generator = torch.Generator().manual_seed(number * 64 + ctx.rank)
+            x.copy_(torch.randn(8, 16, generator=generator))
+            idx.copy_(torch.randint(-1, 5, (8, 2), generator=generator))
+            weights.copy_(torch.rand(8, 2, generator=generator))
+            if ctx.rank == number % ctx.world_size:
+                idx.fill_(-1)
+            tokens = 8 if number < calls // 2 else (3 * number + 5 * ctx.rank) % 7 + 2
+            arguments = (x[:tokens], idx[:tokens], weights[:tokens])
+            ctx.jitter(3)
+            got = compiled(*arguments)
+            assert_bits(got, layer(*arguments), f"call {number}, rank {ctx.rank}")
+    epoch = group.stats()["epoch"]
+    assert isinstance(epoch, int)
+    return epoch
+
+
 def several_groups(ctx: RankContext, setting: dict[str, Any], rounds: int) -> None:
     """Case 35: groups over {0, 1}, {2, 3}, {0, 2} and all; one random order of calls, ranks skip what they aren't in. The world
     has four ranks.
