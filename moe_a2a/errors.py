@@ -62,7 +62,7 @@ class HandleExpired(MoeA2AError, RuntimeError):
 
 
 class OutOfMemory(MoeA2AError, MemoryError):
-    """There isn't enough memory for the group's windows; the message has needed and free bytes."""
+    """There isn't enough memory for the group's windows (the message has needed and free bytes), or for what a call needs."""
 
 
 class WindowBusy(MoeA2AError, RuntimeError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import threading
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -150,7 +151,7 @@ class Dispatched:
 class PendingDispatch:
     """A dispatch under way: what ``dispatch(..., async_op=True)`` returns."""
 
-    __slots__ = ("_done", "_quantised", "_ticket", "_weighted", "group")
+    __slots__ = ("_done", "_error", "_lock", "_quantised", "_ticket", "_weighted", "group")
 
     def __init__(
         self,
@@ -165,26 +166,40 @@ class PendingDispatch:
         self._weighted = weighted
         self._quantised = quantised
         self._done = done
+        self._error: errors.MoeA2AError | None = None
+        self._lock = threading.RLock()  # a signal handler may come here while its own thread waits
 
     def wait(self) -> Dispatched:
-        """Receives the rows; a second call returns the same object.
+        """Receives the rows. A second call, from any thread, returns the same object or raises the same error.
 
         Raises:
             HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`dispatch`, for what the peers did.
         """
-        if self._done is None:
-            try:
-                rows, weights, scales, meta = _dispatch_wait_raw(self._ticket, self.group.name)
-            except RuntimeError as error:
-                self.group._check_open("moe_a2a.dispatch")
-                native.raise_failure(error, f"moe_a2a.dispatch: {error}")
-            self._done = Dispatched(
-                rows,
-                weights if self._weighted else None,
-                Handle(meta, self.group),
-                scales if self._quantised else None,
-            )
-        return self._done
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._done is None:
+                try:
+                    self._done = self._receive()
+                except (errors.GroupBusy, errors.GroupClosed):
+                    raise  # says nothing about this call
+                except errors.MoeA2AError as error:
+                    self._error = error
+                    raise
+            return self._done
+
+    def _receive(self) -> Dispatched:
+        try:
+            rows, weights, scales, meta = _dispatch_wait_raw(self._ticket, self.group.name)
+        except RuntimeError as error:
+            self.group._check_open("moe_a2a.dispatch")
+            native.raise_failure(error, f"moe_a2a.dispatch: {error}")
+        return Dispatched(
+            rows,
+            weights if self._weighted else None,
+            Handle(meta, self.group),
+            scales if self._quantised else None,
+        )
 
     def __repr__(self) -> str:
         return f"PendingDispatch({'received' if self._done is not None else 'under way'}, {self.group.name})"
@@ -193,7 +208,7 @@ class PendingDispatch:
 class PendingCombine:
     """A combine under way: what ``combine(..., async_op=True)`` returns."""
 
-    __slots__ = ("_done", "_ticket", "_weights", "group")
+    __slots__ = ("_done", "_error", "_lock", "_ticket", "_weights", "group")
 
     def __init__(
         self, group: EPGroup, ticket: Tensor | None, weights: Tensor | None, done: Tensor | None = None
@@ -202,23 +217,37 @@ class PendingCombine:
         self._ticket = ticket
         self._weights = weights
         self._done = done
+        self._error: errors.MoeA2AError | None = None
+        self._lock = threading.RLock()
 
     def wait(self) -> Tensor:
-        """Sums the rows; a second call returns the same tensor.
+        """Sums the rows. A second call, from any thread, returns the same tensor or raises the same error.
 
         Raises:
             HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`combine`, for bad weights and for what
             the peers did.
         """
-        if self._done is None:
-            try:
-                self._done = _combine_wait_raw(self._ticket, self._weights, self.group.name)
-            except Exception as error:
-                self.group._check_open("moe_a2a.combine")
-                wrong = _wrong_tensor(topk_weights=self._weights)
-                native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
-            self._weights = None
-        return self._done
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._done is None:
+                try:
+                    self._done = self._sum()
+                except (errors.GroupBusy, errors.GroupClosed):
+                    raise
+                except errors.MoeA2AError as error:
+                    self._error = error
+                    raise
+                self._weights = None
+            return self._done
+
+    def _sum(self) -> Tensor:
+        try:
+            return _combine_wait_raw(self._ticket, self._weights, self.group.name)  # type: ignore[no-any-return]
+        except Exception as error:
+            self.group._check_open("moe_a2a.combine")
+            wrong = _wrong_tensor(topk_weights=self._weights)
+            native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
 
     def __repr__(self) -> str:
         return f"PendingCombine({'received' if self._done is not None else 'under way'}, {self.group.name})"
@@ -229,7 +258,7 @@ def _tag_id(tag: str | int) -> int:
     """A tag as the 64-bit number that records carry; the same on every rank."""
     if isinstance(tag, str):
         return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
-    if not isinstance(tag, int):
+    if not isinstance(tag, int) or isinstance(tag, bool):
         raise TypeError(f"tag is a {type(tag).__name__}; expected a string or a 64-bit integer")
     if not -(2**63) <= tag < 2**63:
         raise ValueError(f"tag = {tag}; expected a string or a 64-bit integer")
@@ -258,13 +287,15 @@ def _quant_code(quantize: str | None) -> int:
     return code
 
 
-def _pad_code(pad_to: int | None) -> int:
-    if pad_to is None:
-        return -1
-    # What isn't a number is refused by the operator, in its own words.
-    if isinstance(pad_to, (int, torch.SymInt)) and pad_to < 0:
-        raise ValueError(f"pad_to = {pad_to}; expected a number of rows, or None")
-    return pad_to
+def _number(name: str, value: Any, least: int, most: int) -> int:
+    """An int, or what stands for one while a graph is traced."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__} ({value!r}); expected an int")
+    if not least <= value <= most:
+        raise ValueError(f"{name} = {value}; expected {least} to {most}")
+    return value
 
 
 def _meta_of(routing: Any) -> Tensor:
@@ -371,7 +402,8 @@ def dispatch(
     scales: Tensor | None = None
     try:
         tag_id = 0 if tag is None else _tag_id(tag)
-        pad = _pad_code(pad_to)
+        pad = -1 if pad_to is None else _number("pad_to", pad_to, 0, 2**31 - 1)
+        align = _number("align", align, 1, 2**20)
         raw = group._exchange is None and not _wants_gradient(x, topk_weights)
         if routing is None and quantize is None and not async_op:
             if raw:
@@ -384,6 +416,10 @@ def dispatch(
             quant = _quant_code(quantize)
             again = None if routing is None else _meta_of(routing)
             full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)
+            if async_op and not raw and group._exchange is None:
+                raise TypeError(
+                    "async_op is asked for together with a gradient, which asynchronous calls don't have"
+                )
             if async_op and raw:
                 ticket = _dispatch_begin_raw(*full)
                 return PendingDispatch(group, ticket, topk_weights is not None, quantize is not None)
@@ -473,6 +509,10 @@ def combine(
         ) from None
     try:
         raw = group._exchange is None and not _wants_gradient(y, topk_weights)
+        if async_op and not raw and group._exchange is None:
+            raise TypeError(
+                "async_op is asked for together with a gradient, which asynchronous calls don't have"
+            )
         if async_op and raw:
             return PendingCombine(group, _combine_begin_raw(y, handle.meta, group.name), topk_weights)
         if raw:

@@ -192,8 +192,9 @@ class EPGroup:
         timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
-        protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto", by size, as
-            ``op_host/tiling.py`` says. Push needs more memory; asynchronous dispatches pull in any case.
+        protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto": by size, as the table in
+            ``op_host/tiling.py`` says, which on a CPU is pull at every size. Push needs more memory; asynchronous dispatches
+            pull in any case.
 
     Raises:
         BadValue, BadType: an argument can't be used, or ranks differ; on every rank.

@@ -619,12 +619,7 @@ class NumpyRank:
         start = self._record(n, q)
         if self._read_code(self.rank, start + self.at.record_code) != self.code(n):
             return False
-        words = self._get(self.rank, start, self.at.record_header, 4 * RECORD_WORDS).view("<i4")
-        size = self.at.record_payload
-        if words[RECORD["KIND"]] == ABORT:
-            size += int(words[RECORD["TEXT_BYTES"]])
-        elif not (words[RECORD["ROUTING_LO"]] or words[RECORD["ROUTING_HI"]]):
-            size += 4 * self.sizes.num_experts
+        size = self.at.record_payload + self.at.record_payload_bytes
         return self._all_here(n, self._code_offsets(start, self.at.record_code, size))
 
     def _send_record(self, words: dict[str, int], payload: bytes) -> None:
@@ -642,9 +637,8 @@ class NumpyRank:
         for q in self.peers:
             self._put(q, start, self.at.record_header, body.tobytes())
             self._put(q, start, self.at.record_payload, payload)
-            for offset in self._code_offsets(
-                start, self.at.record_code, self.at.record_payload + len(payload)
-            ):
+            size = self.at.record_payload + self.at.record_payload_bytes
+            for offset in self._code_offsets(start, self.at.record_code, size):
                 self._write_code(q, offset, self.code(n))
 
     def abort(self, text: str, reason: int = 1) -> None:

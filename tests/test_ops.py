@@ -253,3 +253,40 @@ def test_default_room_for_rows(ranks: int, tokens: int, top_k: int, hidden: int,
         ranks, num_experts=64, top_k=top_k, max_tokens=tokens, hidden_size=hidden, dtype=torch.bfloat16
     )
     assert hint.layout.recv_rows == rows
+
+
+@pytest.mark.parametrize("check", ["test_schema", "test_autograd_registration", "test_faketensor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dispatch",
+        "dispatch_full",
+        "dispatch_raw",
+        "dispatch_full_raw",
+        "combine",
+        "combine_raw",
+        "window_x",
+        "window_y",
+    ],
+)
+def test_opcheck(name: str, check: str) -> None:
+    """torch's own checks; test_aot_dispatch_dynamic calls twice and compares, which the call number in a handle forbids."""
+    ops = torch.ops.moe_a2a
+    with moe_a2a.EPGroup(num_experts=3, top_k=2, max_tokens=6, hidden_size=8, dtype=torch.float32) as group:
+        x, idx, w = (
+            torch.randn(5, 8),
+            torch.tensor([[0, 2], [1, -1], [2, 2], [0, 1], [-1, -1]]),
+            torch.rand(5, 2),
+        )
+        rows, _, handle = ops.dispatch_raw(x, idx, w, group.name)
+        arguments: dict[str, tuple[Any, ...]] = {
+            "dispatch": (x, idx, w, group.name, 0, 12, 2),
+            "dispatch_full": (x, None, w, handle, group.name, 0, 12, 1, 2),
+            "dispatch_raw": (x, idx, None, group.name),
+            "dispatch_full_raw": (x, idx, w, None, group.name, 0, -1, 1, 1),
+            "combine": (rows, handle, w, 5, group.name),
+            "combine_raw": (rows, handle, w, group.name),
+            "window_x": (3, 8, 1, group.name),
+            "window_y": (handle, 8, 1, group.name),
+        }
+        opcheck(getattr(ops, name).default, arguments[name], test_utils=(check,))

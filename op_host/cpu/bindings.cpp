@@ -152,6 +152,13 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
     bad = check_weights(DISPATCH, *weights, tokens, top_k, rank, &input->bad_kind);
   }
   if (bad.empty()) bad = check_options(options, rank);
+  // Padding is memory that is written: more than there is must not be found out by the system's killer, nor by this rank alone.
+  constexpr int64_t look_from = int64_t{1} << 30;
+  if (bad.empty() && options.pad_to > look_from / width && options.pad_to > free_memory() / width) {
+    input->bad_kind = FailureKind::OUT_OF_MEMORY;
+    bad = say("%s: pad_to = %ld rows of %ld bytes on rank %ld are more memory than this host has left (%ld bytes)", DISPATCH,
+              options.pad_to, width, rank, free_memory());
+  }
   if (!bad.empty()) return;
   input->x = {static_cast<const char*>(x.const_data_ptr()), tokens, width, x.stride(0) * itemsize(dtype)};
   input->hidden = hidden;

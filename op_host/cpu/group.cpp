@@ -84,13 +84,8 @@ Group::Group(std::string name, const Layout& layout, int64_t rank, const Tiling&
   store_u64(own() + layout_[PROGRESS] + 8 * progress_word::EPOCH, first_epoch - 1);
   seen_.assign(ranks, false);
   stages_.resize(static_cast<size_t>(layout[STAGE_SLOTS]));
-  owner_of_.resize(experts);
-  for (size_t r = 0; r < ranks; ++r) {
-    const auto end = first_expert(static_cast<int64_t>(r) + 1, layout[NUM_EXPERTS], layout[WORLD_SIZE]);
-    for (auto e = first_expert(static_cast<int64_t>(r), layout[NUM_EXPERTS], layout[WORLD_SIZE]); e < end; ++e)
-      owner_of_[static_cast<size_t>(e)] = static_cast<int32_t>(r);
+  for (size_t r = 0; r < ranks; ++r)
     if (static_cast<int64_t>(r) != rank_) all_peers_.push_back(static_cast<int64_t>(r));
-  }
   // Peers are visited in a different order by every rank, so that not all of them write to rank 0 first.
   std::rotate(all_peers_.begin(), all_peers_.begin() + std::min<int64_t>(rank_, static_cast<int64_t>(all_peers_.size())),
               all_peers_.end());

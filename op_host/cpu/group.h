@@ -108,7 +108,7 @@ class Group {
     Dtype weight_dtype;
     int64_t handle_words;  // of the handle tensor
   };
-  // Tells the peers; returns n. A call whose sizes can't be had raises here, before anything is sent.
+  // Tells the peers; returns n. What is wrong on this rank raises here, after the peers were told just that.
   uint64_t send_dispatch(const DispatchInput& input);
   // Waits for what the peers say, and judges it.
   DispatchPlan meet_dispatch(uint64_t epoch);
@@ -239,6 +239,8 @@ class Group {
   void end_call_before(uint64_t epoch);
   void fail(CallState& call, FailureKind kind, const std::string& text);
   void note_read();
+  void send_call(const DispatchInput& input, CallState& call);
+  [[noreturn]] void send_abort(CallState& call, FailureKind kind, const std::string& text);
   bool choose_push(int64_t bytes, int64_t below, int64_t from, uint64_t epoch, int64_t salt) const;
   std::string read_routing(const DispatchInput& input, CallState& call) const;
   Landing landing(const CallState& call, char* window, int64_t wave, const Run& run, int64_t flag_rows) const;
@@ -247,6 +249,27 @@ class Group {
   void for_each_run(const CallState& call, int64_t source, int64_t owner, int64_t wave, int64_t cap, Body body) const;
   void push_wave(CallState& call, int64_t wave, bool streaming);
   void take_wave(CallState& call, int64_t wave, bool streaming, const Received& out);
+  // How this rank gives the rows of a combine.
+  struct Giving {
+    RowsView y;
+    bool in_window;  // y lies in its slot already
+    bool push;
+    bool streaming;
+    int64_t offset;  // of row 0 in the own window, when pulled
+    int64_t stride;
+    int64_t waves;
+  };
+  Giving plan_giving(const CallState& call, const CombineInput& input) const;
+  char* cell_for(uint64_t epoch, int64_t source) const;
+  static constexpr size_t KEPT_STAGE_BYTES = 1 << 20;
+  void let_go(CallState& call);
+  [[noreturn]] void close_call(CallState& call, FailureKind kind, const std::string& text);
+  void refuse_rows(CallState& call, const CombineInput& input);
+  void place_own_rows(CallState& call, const RowsView& y, bool keep, bool all_staged);
+  void give_wave(const CallState& call, const Giving& plan, int64_t wave);
+  bool has_rows_in_wave(const CallState& call, int64_t source, int64_t owner, int64_t wave) const;
+  void take_combine_wave(CallState& call, int64_t wave);
+  void combine_in_waves(CallState& call, const Giving& plan, std::optional<Failure> broken);
   void await_cells(CallState& call);
   void release_owners(const CallState& call);
   int64_t rows_between(const CallState& call, int64_t source, int64_t owner) const;
@@ -304,7 +327,7 @@ class Group {
   std::vector<WindowTensor> stages_;
 
   // Scratch that lives with the group so that a call allocates nothing.
-  std::vector<int32_t> owner_of_, matrix_;
+  std::vector<int32_t> matrix_;
   std::vector<int64_t> all_peers_, missing_;
   std::vector<const void*> term_rows_;
   std::vector<double> term_weights_;

@@ -20,9 +20,12 @@ void Group::check_handle(const int64_t* handle, int64_t words, const char* opera
     throw Failure(FailureKind::BAD_VALUE, say("%s: handle on rank %ld belongs to another group than %s", operation, rank_,
                                               name_.c_str()));
   const auto epoch = static_cast<uint64_t>(handle[w::EPOCH]);
+  if (epoch > epoch_)
+    throw Failure(FailureKind::BAD_VALUE, say("%s: the handle on rank %ld was written to after dispatch returned it", operation,
+                                              rank_));
   const CallState& call = state(epoch);
   const bool known = call.epoch == epoch && (call.stage == Stage::OPEN || call.stage == Stage::GIVEN || call.stage == Stage::CLOSED);
-  if (!known || epoch > epoch_ || epoch_ - epoch >= static_cast<uint64_t>(layout_[SLOTS]))
+  if (!known || epoch_ - epoch >= static_cast<uint64_t>(layout_[SLOTS]))
     throw Failure(FailureKind::HANDLE_EXPIRED,
                   say("%s: the handle of call %lu on rank %ld has expired: %lu newer dispatches have started and the group's "
                       "depth is %ld. Combine earlier or make the group with a larger depth",
@@ -42,209 +45,240 @@ void Group::check_handle(const int64_t* handle, int64_t words, const char* opera
                       epoch, rank_));
 }
 
-void Group::give_rows(const CombineInput& input) {
-  const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
-  const int64_t experts = layout_[NUM_EXPERTS], cap = layout_[RECV_ROWS];
-  CallState& call = state(epoch);
-  call.stage = Stage::GIVEN;
-  call.y_hidden = input.hidden;
-  call.y_dtype = input.dtype;
-  call.taken_in_waves = false;
-  call.places.resize(static_cast<size_t>(experts));
-  call.holders.clear();
-  for (int64_t owner : all_peers_)
-    if (rows_between(call, rank_, owner) > 0) call.holders.push_back(owner);
-  progress(phase::COMBINE_WRITE);
-  const RowsView& y = input.y;
-  const uint64_t code = layout_.code(epoch);
-  const auto cell_of = [&](int64_t source) {
-    return window(source) + (dropped(Rule::OWN_WORDS_FOR_CELLS) ? layout_.record_at(epoch, rank_) - layout_[CELL_CODE] +
-                                                                       layout_[RECORD_CODE]
-                                                                 : layout_.cell_at(epoch, rank_));
-  };
+char* Group::cell_for(uint64_t epoch, int64_t source) const {
+  if (dropped(Rule::OWN_WORDS_FOR_CELLS))
+    return window(source) + layout_.record_at(epoch, rank_) + layout_[RECORD_CODE] - layout_[CELL_CODE];
+  return window(source) + layout_.cell_at(epoch, rank_);
+}
 
-  if (!input.bad_y.empty()) {
-    // No rows to give: whoever waits for some hears why.
-    const std::string text = clip_text(input.bad_y, layout_[CELL_TEXT_BYTES]);
-    for (int64_t source : all_peers_) {
-      if (rows_between(call, source, rank_) == 0) continue;
-      char* cell = cell_of(source);
-      int32_t body[CELL_BODY_WORDS] = {};
-      body[cell_word::REASON] = static_cast<int32_t>(input.bad_kind);
-      body[cell_word::TEXT_BYTES] = static_cast<int32_t>(text.size());
-      std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
-      std::memcpy(cell + layout_[CELL_TEXT], text.data(), text.size());
-      flags_.store_refusal(cell + layout_[CELL_CODE], code);
-    }
-    release_owners(call);
-    call.stage = Stage::CLOSED;
-    write_verdict(layout_, own(), static_cast<int32_t>(input.bad_kind));
-    progress(phase::IDLE);
-    throw Failure(input.bad_kind, input.bad_y);
+void Group::close_call(CallState& call, FailureKind kind, const std::string& text) {
+  call.stage = Stage::CLOSED;
+  let_go(call);
+  write_verdict(layout_, own(), static_cast<int32_t>(kind));
+  progress(phase::IDLE);
+  throw Failure(kind, text);
+}
+
+// Rows that were kept are memory that nobody expects a group to hold on to.
+void Group::let_go(CallState& call) {
+  if (call.staged.size() > KEPT_STAGE_BYTES) std::vector<char>().swap(call.staged);
+}
+
+// No rows to give: whoever waits for some hears why.
+void Group::refuse_rows(CallState& call, const CombineInput& input) {
+  const std::string text = clip_text(input.bad_y, layout_[CELL_TEXT_BYTES]);
+  for (int64_t source : all_peers_) {
+    if (rows_between(call, source, rank_) == 0) continue;
+    char* cell = cell_for(call.epoch, source);
+    int32_t body[CELL_BODY_WORDS] = {};
+    body[cell_word::REASON] = static_cast<int32_t>(input.bad_kind);
+    body[cell_word::TEXT_BYTES] = static_cast<int32_t>(text.size());
+    std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
+    std::memcpy(cell + layout_[CELL_TEXT], text.data(), text.size());
+    flags_.store_refusal(cell + layout_[CELL_CODE], layout_.code(call.epoch));
   }
+  release_owners(call);
+}
 
-  // Own rows are summed from y itself, unless the caller may write to it before they are.
-  const int64_t total = call.totals[static_cast<size_t>(rank_)];
+Group::Giving Group::plan_giving(const CallState& call, const CombineInput& input) const {
+  const RowsView& y = input.y;
+  const uint64_t epoch = call.epoch;
+  const int64_t total = call.totals[static_cast<size_t>(rank_)], cap = layout_[RECV_ROWS];
+  Giving plan{};
+  plan.y = y;
   const char* slot_begin = own() + layout_.y_at(epoch);
-  const bool in_window = y.rows > 0 && y.data >= slot_begin && y.data < slot_begin + layout_[Y_SLOT_STRIDE] &&
-                         (y.rows == 1 || y.stride <= std::numeric_limits<int32_t>::max()) &&
-                         rows_fit(y.data - own(), y.stride, y.rows, y.row_bytes, layout_[Y], layout_[ROW]);
-  const bool keep = input.async && !in_window;
-  const bool waves = !pushes() && std::any_of(call.totals.begin(), call.totals.end(), [cap](int64_t rows) { return rows > cap; });
-  // In the order of this rank's token list: its own rows, or, in waves, all of them.
+  plan.in_window = y.rows > 0 && y.data >= slot_begin && y.data < slot_begin + layout_[Y_SLOT_STRIDE] &&
+                   (y.rows == 1 || y.stride <= std::numeric_limits<int32_t>::max()) &&
+                   rows_fit(y.data - own(), y.stride, y.rows, y.row_bytes, layout_[Y], layout_[ROW]);
+  int64_t leaves = 0;
+  for (int64_t source : all_peers_) leaves += rows_between(call, source, rank_);
+  const int64_t bytes = leaves * y.row_bytes;
+  plan.streaming = bytes >= tiling_.streaming_bytes;
+  plan.push = pushes() && (total > cap || choose_push(bytes, tiling_.combine_push_below, tiling_.combine_push_from, epoch, 1));
+  plan.stride = layout_.row_stride(y.row_bytes);
+  plan.offset = layout_.y_at(epoch);
+  if (plan.push) {
+    plan.stride = layout_.remote_stride(y.row_bytes);
+    plan.offset = 0;
+  } else if (plan.in_window) {
+    if (y.rows > 1) plan.stride = y.stride;
+    plan.offset = y.data - own();
+  }
+  plan.waves = plan.push || plan.in_window ? 1 : waves_for(total, cap);
+  return plan;
+}
+
+// Where the own rows are summed from: y itself, unless the caller may write to it before they are.
+void Group::place_own_rows(CallState& call, const RowsView& y, bool keep, bool all_staged) {
+  // Staged rows stand in the order of this rank's token list: its own, or, where all come in waves, everybody's.
   const auto first_pair = [&](int64_t e) {
     int64_t pairs = 0;
     for (int64_t before = 0; before < e; ++before) pairs += call.counts[static_cast<size_t>(before)];
     return pairs;
   };
-  const int64_t staged_begin = waves ? 0 : first_pair(local_begin_);
-  if (keep || waves) {
-    const int64_t staged_end = first_pair(waves ? experts : local_end_);
-    call.staged.resize(static_cast<size_t>((staged_end - staged_begin) * y.row_bytes));
-  }
+  const int64_t begin = all_staged ? 0 : first_pair(local_begin_);
+  const int64_t end = first_pair(all_staged ? layout_[NUM_EXPERTS] : local_end_);
+  if (keep || all_staged) call.staged.resize(static_cast<size_t>((end - begin) * y.row_bytes));
   for (int64_t e = local_begin_; e < local_end_; ++e) {
     const auto at = static_cast<size_t>(e);
     call.places[at] = {y.data + call.base[at] * y.stride, y.stride, false};
     if (!keep) continue;
-    char* kept = call.staged.data() + (call.start[at] - staged_begin) * y.row_bytes;
-    counters_.combine_in_bytes +=
-        copy_rows(kernels_, y, call.base[at], call.counts[at], kept, y.row_bytes, false, 0);
+    char* kept = call.staged.data() + (call.start[at] - begin) * y.row_bytes;
+    counters_.combine_in_bytes += copy_rows(kernels_, y, call.base[at], call.counts[at], kept, y.row_bytes, false, 0);
     call.places[at] = {kept, y.row_bytes, false};
   }
+}
 
-  int64_t leaves = 0;
-  for (int64_t source : all_peers_) leaves += rows_between(call, source, rank_);
-  const int64_t bytes = leaves * y.row_bytes;
-  const bool streaming = bytes >= tiling_.streaming_bytes;
-  const bool push = pushes() && (total > cap || (choose_push(bytes, tiling_.combine_push_below, tiling_.combine_push_from, epoch, 1)));
-  counters_.pushes += push ? 1 : 0;
-  const int64_t stride = push        ? layout_.remote_stride(y.row_bytes)
-                         : in_window ? (y.rows == 1 ? layout_.row_stride(y.row_bytes) : y.stride)
-                                     : layout_.row_stride(y.row_bytes);
-  const int64_t offset = push ? 0 : in_window ? y.data - own() : layout_.y_at(epoch);
-  const int64_t last_wave = push || in_window ? 0 : waves_for(total, cap) - 1;
-
-  // The rows of one wave, then the words that say so: the cell in the first wave, a watermark in the others.
-  const auto give = [&](int64_t wave) {
-    for (int64_t source : all_peers_) {
-      if (rows_between(call, source, rank_) == 0) continue;
-      const auto tell = [&] {
-        if (wave > 0) return write_mark(layout_, window(source), epoch, Wave::COMBINE_READY, rank_, wave + 1);
-        char* cell = cell_of(source);
-        int32_t body[CELL_BODY_WORDS] = {};
-        body[cell_word::DTYPE] = static_cast<int32_t>(input.dtype);
-        body[cell_word::HIDDEN] = static_cast<int32_t>(input.hidden);
-        body[cell_word::STRIDE] = static_cast<int32_t>(stride);
-        body[cell_word::MODE] = static_cast<int32_t>(push ? Mode::PUSH : Mode::PULL);
-        put64(body, cell_word::Y_LO, offset);
-        std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
-        at_point("cell body");
-        flags_.store(cell + layout_[CELL_CODE], code);
-      };
-      if (dropped(Rule::PAYLOAD_BEFORE_CELL_CODE)) {
-        tell();
-        at_point("cell code");
-      }
-      bool any = wave == 0;
-      if (push) {
-        // In the order of the source's own list: behind its pairs of smaller experts.
-        int64_t position = 0;
-        for (int64_t e = 0; e < local_begin_; ++e) position += call.matrix[static_cast<size_t>(source * experts + e)];
-        for_each_run(call, source, rank_, 0, INT64_MAX, [&](int64_t, int64_t, const Run& run) {
-          counters_.combine_push_bytes += copy_rows(kernels_, y, run.begin, run.size(),
-                                                    window(source) + layout_.z_at(epoch) + position * stride, stride, streaming,
-                                                    layout_.line() ? code : 0);
-          position += run.size();
-        });
-      } else if (!in_window) {
-        for_each_run(call, source, rank_, wave, cap, [&](int64_t, int64_t, const Run& run) {
-          any = true;
-          counters_.combine_in_bytes += copy_rows(kernels_, y, run.begin, run.size(),
-                                                  own() + offset + (run.begin - wave * cap) * stride, stride, streaming, 0);
-        });
-      }
-      if (streaming && !dropped(Rule::FENCE_AFTER_STREAMING)) kernels_.fence();
-      if (any) tell();
+// The rows of one wave, then the words that say so: the cell in the first wave, a watermark in the others.
+void Group::give_wave(const CallState& call, const Giving& plan, int64_t wave) {
+  const uint64_t epoch = call.epoch, code = layout_.code(epoch);
+  const int64_t cap = layout_[RECV_ROWS];
+  for (int64_t source : all_peers_) {
+    if (rows_between(call, source, rank_) == 0) continue;
+    const auto tell = [&] {
+      if (wave > 0) return write_mark(layout_, window(source), epoch, Wave::COMBINE_READY, rank_, wave + 1);
+      char* cell = cell_for(epoch, source);
+      int32_t body[CELL_BODY_WORDS] = {};
+      body[cell_word::DTYPE] = static_cast<int32_t>(call.y_dtype);
+      body[cell_word::HIDDEN] = static_cast<int32_t>(call.y_hidden);
+      body[cell_word::STRIDE] = static_cast<int32_t>(plan.stride);
+      body[cell_word::MODE] = static_cast<int32_t>(plan.push ? Mode::PUSH : Mode::PULL);
+      put64(body, cell_word::Y_LO, plan.offset);
+      std::memcpy(cell + layout_[CELL_BODY], body, sizeof body);
+      at_point("cell body");
+      flags_.store(cell + layout_[CELL_CODE], code);
+    };
+    if (dropped(Rule::PAYLOAD_BEFORE_CELL_CODE)) {
+      tell();
+      at_point("cell code");
     }
-  };
-  if (!waves) {
-    at_point("before cell");
-    give(0);
-    if (!input.bad_sum.empty()) {
-      call.stage = Stage::CLOSED;
-      write_verdict(layout_, own(), static_cast<int32_t>(input.bad_kind));
-      progress(phase::IDLE);
-      throw Failure(input.bad_kind, input.bad_sum);
+    bool any = wave == 0;
+    if (plan.push) {
+      // In the order of the source's own list: behind its pairs of smaller experts.
+      int64_t position = 0;
+      for (int64_t e = 0; e < local_begin_; ++e)
+        position += call.matrix[static_cast<size_t>(source * layout_[NUM_EXPERTS] + e)];
+      char* z = window(source) + layout_.z_at(epoch);
+      for_each_run(call, source, rank_, 0, INT64_MAX, [&](int64_t, int64_t, const Run& run) {
+        counters_.combine_push_bytes += copy_rows(kernels_, plan.y, run.begin, run.size(), z + position * plan.stride,
+                                                  plan.stride, plan.streaming, layout_.line() ? code : 0);
+        position += run.size();
+      });
+    } else if (!plan.in_window) {
+      for_each_run(call, source, rank_, wave, cap, [&](int64_t, int64_t, const Run& run) {
+        any = true;
+        char* to = own() + plan.offset + (run.begin - wave * cap) * plan.stride;
+        counters_.combine_in_bytes +=
+            copy_rows(kernels_, plan.y, run.begin, run.size(), to, plan.stride, plan.streaming, 0);
+      });
     }
-    return;
+    if (plan.streaming && !dropped(Rule::FENCE_AFTER_STREAMING)) kernels_.fence();
+    if (any) tell();
   }
+}
 
-  // In waves: give, take, say so; the next wave of an owner waits until this one was read. A rank that can't take rows any more
-  // still gives its own: others wait for them.
-  std::optional<Failure> broken;
-  const auto give_up_taking = [&](const Failure& failure) {
-    if (poisoned_ || closing_) throw failure;
-    broken = failure;
-    release_owners(call);
-  };
-  if (!input.bad_sum.empty()) give_up_taking(Failure(input.bad_kind, input.bad_sum));
+bool Group::has_rows_in_wave(const CallState& call, int64_t source, int64_t owner, int64_t wave) const {
+  bool any = false;
+  for_each_run(call, source, owner, wave, layout_[RECV_ROWS], [&](int64_t, int64_t, const Run&) { any = true; });
+  return any;
+}
+
+// Copies this rank's rows of a wave out of the windows of their owners, and tells them.
+void Group::take_combine_wave(CallState& call, int64_t wave) {
+  const uint64_t epoch = call.epoch;
+  const int64_t cap = layout_[RECV_ROWS], row_bytes = call.y_hidden * itemsize(call.y_dtype);
+  for (int64_t owner : call.holders) {
+    if (waves_for(call.totals[static_cast<size_t>(owner)], cap) == 1 || !has_rows_in_wave(call, rank_, owner, wave)) continue;
+    if (wave > 0)
+      await_peers({owner}, epoch, COMBINE, phase::COMBINE_WAIT, [&](int64_t peer) {
+        return mark_here(layout_, own(), epoch, Wave::COMBINE_READY, peer, wave + 1);
+      });
+    at_point("take wave");
+    // The cell was checked; it says where the slot is and how far its rows are apart.
+    const auto* body = reinterpret_cast<const int32_t*>(own() + layout_.cell_at(epoch, owner) + layout_[CELL_BODY]);
+    const int64_t stride = body[cell_word::STRIDE];
+    const char* row_0 = window(owner) + get64(body, cell_word::Y_LO) - wave * cap * stride;
+    for_each_run(call, rank_, owner, wave, cap, [&](int64_t e, int64_t first_row, const Run& run) {
+      const RowsView view{row_0, run.end, row_bytes, stride};
+      const int64_t position = call.start[static_cast<size_t>(e)] + run.begin - first_row;
+      counters_.combine_in_bytes += copy_rows(kernels_, view, run.begin, run.size(),
+                                              call.staged.data() + position * row_bytes, row_bytes, false, 0);
+    });
+    write_mark(layout_, window(owner), epoch, Wave::COMBINE_READ, rank_, wave + 1);
+  }
+}
+
+// Give, take, say so; the next wave of an owner waits until this one was read. A rank that can't take rows any more still gives
+// its own: others wait for them.
+void Group::combine_in_waves(CallState& call, const Giving& plan, std::optional<Failure> broken) {
+  const uint64_t epoch = call.epoch;
+  if (broken) release_owners(call);
   int64_t all_waves = 1;
-  for (int64_t rows : call.totals) all_waves = std::max(all_waves, waves_for(rows, cap));
-  const auto touches = [&](int64_t source, int64_t owner, int64_t wave) {
-    bool any = false;
-    for_each_run(call, source, owner, wave, cap, [&](int64_t, int64_t, const Run&) { any = true; });
-    return any;
-  };
+  for (int64_t rows : call.totals) all_waves = std::max(all_waves, waves_for(rows, layout_[RECV_ROWS]));
   for (int64_t wave = 0; wave < all_waves; ++wave) {
     progress(phase::COMBINE_WRITE);
-    if (wave <= last_wave) {
+    if (wave < plan.waves) {
       std::vector<int64_t> readers;
       if (wave > 0 && !dropped(Rule::WAVE_IS_READ))
         for (int64_t source : all_peers_)
-          if (touches(source, rank_, wave - 1)) readers.push_back(source);
+          if (has_rows_in_wave(call, source, rank_, wave - 1)) readers.push_back(source);
       await_peers(readers, epoch, COMBINE, phase::COMBINE_WRITE, [&](int64_t source) {
         return mark_here(layout_, own(), epoch, Wave::COMBINE_READ, source, wave);
       });
       at_point("give wave");
-      give(wave);
+      give_wave(call, plan, wave);
     }
     if (broken) continue;
-    if (wave == 0) {
-      try {
-        await_cells(call);
-      } catch (const Failure& failure) {
-        give_up_taking(failure);
-        continue;
-      }
+    try {
+      if (wave == 0) await_cells(call);
+    } catch (const Failure& failure) {
+      if (poisoned_ || closing_) throw;
+      broken = failure;
+      release_owners(call);
+      continue;
     }
-    for (int64_t owner : call.holders) {
-      if (waves_for(call.totals[static_cast<size_t>(owner)], cap) == 1 || !touches(rank_, owner, wave)) continue;
-      if (wave > 0)
-        await_peers({owner}, epoch, COMBINE, phase::COMBINE_WAIT, [&](int64_t peer) {
-          return mark_here(layout_, own(), epoch, Wave::COMBINE_READY, peer, wave + 1);
-        });
-      at_point("take wave");
-      // The cell was checked; it says where the slot is and how far its rows are apart.
-      const auto* body = reinterpret_cast<const int32_t*>(own() + layout_.cell_at(epoch, owner) + layout_[CELL_BODY]);
-      const char* rows = window(owner) + get64(body, cell_word::Y_LO);
-      const int64_t y_stride = body[cell_word::STRIDE];
-      for_each_run(call, rank_, owner, wave, cap, [&](int64_t e, int64_t first_row, const Run& run) {
-        const RowsView view{rows - wave * cap * y_stride, run.end, y.row_bytes, y_stride};
-        const int64_t position = call.start[static_cast<size_t>(e)] + run.begin - first_row;
-        counters_.combine_in_bytes += copy_rows(kernels_, view, run.begin, run.size(),
-                                                call.staged.data() + position * y.row_bytes, y.row_bytes, false, 0);
-      });
-      write_mark(layout_, window(owner), epoch, Wave::COMBINE_READ, rank_, wave + 1);
-    }
+    take_combine_wave(call, wave);
   }
   counters_.waves += all_waves;
-  if (broken) {
-    call.stage = Stage::CLOSED;
-    write_verdict(layout_, own(), static_cast<int32_t>(broken->kind));
-    progress(phase::IDLE);
-    throw *broken;
-  }
+  if (broken) close_call(call, broken->kind, broken->what());
   call.taken_in_waves = true;
+}
+
+void Group::give_rows(const CombineInput& input) {
+  const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
+  CallState& call = state(epoch);
+  call.stage = Stage::GIVEN;
+  call.y_hidden = input.hidden;
+  call.y_dtype = input.dtype;
+  call.taken_in_waves = false;
+  call.places.resize(static_cast<size_t>(layout_[NUM_EXPERTS]));
+  call.holders.clear();
+  for (int64_t owner : all_peers_)
+    if (rows_between(call, rank_, owner) > 0) call.holders.push_back(owner);
+  progress(phase::COMBINE_WRITE);
+  if (!input.bad_y.empty()) {
+    refuse_rows(call, input);
+    close_call(call, input.bad_kind, input.bad_y);
+  }
+  const Giving plan = plan_giving(call, input);
+  counters_.pushes += plan.push ? 1 : 0;
+  const bool waves = !pushes() && std::any_of(call.totals.begin(), call.totals.end(),
+                                              [this](int64_t rows) { return rows > layout_[RECV_ROWS]; });
+  try {
+    place_own_rows(call, input.y, input.async && !plan.in_window, waves);
+  } catch (const std::bad_alloc&) {
+    CombineInput refused = input;
+    refused.bad_kind = FailureKind::OUT_OF_MEMORY;
+    refused.bad_y = say("%s: no memory on rank %ld to keep rows of y for later", COMBINE, rank_);
+    refuse_rows(call, refused);
+    close_call(call, refused.bad_kind, refused.bad_y);
+  }
+  std::optional<Failure> bad_sum;
+  if (!input.bad_sum.empty()) bad_sum = Failure(input.bad_kind, input.bad_sum);
+  if (waves) return combine_in_waves(call, plan, bad_sum);
+  at_point("before cell");
+  give_wave(call, plan, 0);
+  if (bad_sum) close_call(call, bad_sum->kind, bad_sum->what());
 }
 
 // Tells owners whose rows come in waves that this rank waits for none of them any more.
@@ -348,8 +382,9 @@ Group::CombineShape Group::check_pending_combine(int64_t group, uint64_t epoch) 
     throw Failure(FailureKind::BAD_VALUE, say("%s: what is waited for on rank %ld belongs to another group than %s", COMBINE,
                                               rank_, name_.c_str()));
   throw Failure(FailureKind::HANDLE_EXPIRED,
-                call.epoch == epoch && epoch_ - epoch < static_cast<uint64_t>(layout_[SLOTS])
-                    ? say("%s: the combine of call %lu on rank %ld was waited for already", COMBINE, epoch, rank_)
+                epoch > epoch_ ? say("%s: what is waited for on rank %ld was written to", COMBINE, rank_)
+                : call.epoch == epoch && epoch_ - epoch < static_cast<uint64_t>(layout_[SLOTS])
+                    ? say("%s: the combine of call %lu on rank %ld was waited for already, or wasn't begun", COMBINE, epoch, rank_)
                     : say("%s: the combine of call %lu on rank %ld has expired: %lu newer dispatches have started and the "
                           "group's depth is %ld. Wait for it earlier or make the group with a larger depth",
                           COMBINE, epoch, rank_, epoch_ - epoch, layout_[SLOTS]));
@@ -358,11 +393,7 @@ Group::CombineShape Group::check_pending_combine(int64_t group, uint64_t epoch) 
 void Group::take_rows(uint64_t epoch, const Weights& weights, const std::string& bad, FailureKind bad_kind, char* out) {
   CallState& call = state(epoch);
   call.stage = Stage::CLOSED;  // whatever happens from here on
-  if (!bad.empty()) {
-    write_verdict(layout_, own(), static_cast<int32_t>(bad_kind));
-    progress(phase::IDLE);
-    throw Failure(bad_kind, bad);
-  }
+  if (!bad.empty()) close_call(call, bad_kind, bad);
   if (!call.taken_in_waves) await_cells(call);
   progress(phase::COMBINE_SUM);
   const auto top_k = static_cast<size_t>(call.top_k);
@@ -375,6 +406,7 @@ void Group::take_rows(uint64_t epoch, const Weights& weights, const std::string&
   at_point("before sum");
   sum_tokens(kernels_, call.y_dtype, call.tokens, call.top_k, call.y_hidden, call.expert.data(), call.slot.data(),
              call.places.data(), weights, {term_rows_.data(), term_weights_.data(), unlined_.data()}, out);
+  let_go(call);
   counters_.combine_out_bytes += call.tokens * row_bytes;
   ++counters_.combines;
   write_verdict(layout_, own(), 0);

@@ -270,7 +270,7 @@ std::string Group::read_routing(const DispatchInput& input, CallState& call) con
       say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", DISPATCH, rank_);
   if (input.routing_words < HANDLE_HEADER_WORDS || handle[w::MAGIC] != HANDLE_MAGIC)
     return say("%s: routing on rank %ld isn't a handle that moe_a2a.dispatch returned", DISPATCH, rank_);
-  if (handle[w::WORLD_SIZE] != ranks || handle[w::NUM_EXPERTS] != experts || handle[w::RANK] != rank_ ||
+  if (handle[w::GENERATION] != layout_[GENERATION] || handle[w::WORLD_SIZE] != ranks || handle[w::NUM_EXPERTS] != experts || handle[w::RANK] != rank_ ||
       handle[w::GROUP] != group_id_)
     return say("%s: routing on rank %ld belongs to another group than %s", DISPATCH, rank_, name_.c_str());
   const int64_t tokens = handle[w::TOKENS], top_k = handle[w::TOP_K];
@@ -298,7 +298,6 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
   end_call_before(epoch_ + 1);
   const uint64_t epoch = advance_counter(layout_, own());
   epoch_ = epoch;
-  const int64_t experts = layout_[NUM_EXPERTS];
   CallState& call = state(epoch);
   call.epoch = epoch;
   call.stage = Stage::FAILED;  // until its record is out
@@ -306,7 +305,33 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
   call.failure.clear();
   call.header = new_header(epoch, kind::COUNTS);
   progress(phase::DISPATCH_PACK);
+  try {
+    send_call(input, call);
+  } catch (const std::bad_alloc&) {
+    if (call.stage == Stage::SENT) throw;
+    send_abort(call, FailureKind::OUT_OF_MEMORY, say("%s: no memory on rank %ld to send a call", DISPATCH, rank_));
+  }
+  progress(phase::DISPATCH_COUNTS);
+  return epoch;
+}
 
+void Group::send_abort(CallState& call, FailureKind kind, const std::string& text) {
+  CallHeader header = new_header(call.epoch, kind::ABORT);
+  header.reason = static_cast<int32_t>(kind);
+  const std::string sent = clip_text(text, layout_[RECORD_PAYLOAD_BYTES]);
+  if (dropped(Rule::ABORT_INSTEAD_OF_RECORD)) {
+    publish(call.epoch, call.header, call.counts.data(), layout_[NUM_EXPERTS] * 4);
+    at_point("abort");
+  }
+  publish(call.epoch, header, sent.data(), static_cast<int64_t>(sent.size()));
+  fail(call, kind, text);
+  progress(phase::IDLE);
+  throw Failure(kind, text);
+}
+
+void Group::send_call(const DispatchInput& input, CallState& call) {
+  const uint64_t epoch = call.epoch;
+  const int64_t experts = layout_[NUM_EXPERTS];
   std::string bad = input.bad;
   FailureKind bad_kind = input.bad_kind;
   if (bad.empty()) {
@@ -334,19 +359,7 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
     }
   }
   if (!dropped(Rule::CLEAR_BEFORE_RECORD)) clear_lap(epoch);
-  if (!bad.empty()) {
-    CallHeader header = new_header(epoch, kind::ABORT);
-    header.reason = static_cast<int32_t>(bad_kind);
-    const std::string text = clip_text(bad, layout_[RECORD_PAYLOAD_BYTES]);
-    if (dropped(Rule::ABORT_INSTEAD_OF_RECORD)) {
-      publish(epoch, call.header, call.counts.data(), experts * 4);
-      at_point("abort");
-    }
-    publish(epoch, header, text.data(), static_cast<int64_t>(text.size()));
-    fail(call, bad_kind, bad);
-    progress(phase::IDLE);
-    throw Failure(bad_kind, bad);
-  }
+  if (!bad.empty()) send_abort(call, bad_kind, bad);
 
   call.hidden = input.hidden;
   call.dtype = input.dtype;
@@ -432,8 +445,6 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
     call.waves = 1;
     push_wave(call, 0, false);
   }
-  progress(phase::DISPATCH_COUNTS);
-  return epoch;
 }
 
 void Group::check_pending_dispatch(int64_t group, uint64_t epoch) const {
@@ -445,6 +456,8 @@ void Group::check_pending_dispatch(int64_t group, uint64_t epoch) const {
   if (call.epoch == epoch && epoch != 0 &&
       (call.stage == Stage::SENT || call.stage == Stage::MET || call.stage == Stage::FAILED))
     return;
+  if (epoch > epoch_)
+    throw Failure(FailureKind::BAD_VALUE, say("%s: what is waited for on rank %ld was written to", DISPATCH, rank_));
   throw Failure(FailureKind::HANDLE_EXPIRED,
                 call.epoch == epoch && call.stage != Stage::CLOSED
                     ? say("%s: call %lu on rank %ld was waited for already", DISPATCH, epoch, rank_)
@@ -508,9 +521,8 @@ void Group::push_wave(CallState& call, int64_t wave, bool streaming) {
       });
     for_each_run(call, rank_, owner, wave, layout_[RECV_ROWS], [&](int64_t e, int64_t first_row, const Run& run) {
       const int64_t first = call.start[static_cast<size_t>(e)] + run.begin - first_row;
-      push_rows(kernels_, layout_, call.own, first, call.wire, streaming,
-                landing(call, window(owner), wave, run, call.header.flag_rows));
-      counters_.dispatch_push_bytes += run.size() * (call.wire.data_bytes + call.wire.scale_bytes);
+      counters_.dispatch_push_bytes += push_rows(kernels_, layout_, call.own, first, call.wire, streaming,
+                                                 landing(call, window(owner), wave, run, call.header.flag_rows));
     });
   }
 }

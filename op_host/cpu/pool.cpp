@@ -69,7 +69,7 @@ void* map_block(size_t size) {
   }
   // Over-reserve, cut to a huge-page boundary.
   const size_t reserve = size + HUGE_BLOCK;
-  void* raw = mmap(nullptr, reserve, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* raw = mmap(nullptr, reserve, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) throw std::bad_alloc();
   char* start = static_cast<char*>(raw);
   char* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + HUGE_BLOCK - 1) / HUGE_BLOCK * HUGE_BLOCK);
@@ -163,6 +163,20 @@ size_t pool_trim() {
   for (auto& [size, blocks] : kept)
     for (void* block : blocks) unmap_block(block, size);
   return freed;
+}
+
+int64_t free_memory() {
+  // MemAvailable is what can be had without swapping; where it can't be read nobody is refused.
+  int64_t kilobytes = -1;
+  if (std::FILE* file = std::fopen("/proc/meminfo", "re")) {
+    char line[128];
+    while (kilobytes < 0 && std::fgets(line, sizeof line, file) != nullptr) {
+      long value = 0;
+      if (std::sscanf(line, "MemAvailable: %ld", &value) == 1) kilobytes = value;
+    }
+    std::fclose(file);
+  }
+  return kilobytes < 0 ? std::numeric_limits<int64_t>::max() : kilobytes * 1024;
 }
 
 PoolStats pool_stats() {

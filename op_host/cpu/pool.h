@@ -17,6 +17,9 @@ size_t pool_trim();
 // For tests: from now on every block handed out is filled with this byte first (0xff is a NaN in every float type); -1: not.
 void pool_fill(int byte);
 
+// Bytes of memory that this host has left.
+int64_t free_memory();
+
 struct PoolStats {
   uint64_t held_bytes;    // in use
   uint64_t kept_bytes;    // given back and kept

@@ -111,7 +111,7 @@ auto guarded(Operation operation) -> decltype(operation()) {
     last_failure = failure;
     throw std::runtime_error(failure.what());
   } catch (const std::bad_alloc&) {
-    last_failure = Failure(FailureKind::OUT_OF_MEMORY, "moe_a2a: no memory for an output");
+    last_failure = Failure(FailureKind::OUT_OF_MEMORY, "moe_a2a: no memory on this rank for what the call needs, such as its output. Free some, or send fewer tokens at once");
     throw std::runtime_error(last_failure->what());
   }
 }

@@ -38,6 +38,7 @@ enum class Rule : int {
   CLEAR_BEFORE_WAVE_READ,     // and before the sender hears that it was read
   WAVE_MARK_HAS_CODE,         // a watermark counts only with the code of its call
   MARK_BEFORE_WAVE_CODE,      // and is written before it
+  RECORDS_ARE_WHOLE,          // in lines: a short record has all lines of a long one
   LOST_PEER_IS_MISSING,       // a peer that left or ended is a loss only while this rank still misses something of it
 };
 

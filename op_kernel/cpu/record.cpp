@@ -82,9 +82,14 @@ void write_record(const Layout& layout, char* window, int64_t source, uint64_t e
   words[w::X_STRIDE] = static_cast<int32_t>(header.x_stride);
   if (header.kind == kind::ABORT) words[w::TEXT_BYTES] = static_cast<int32_t>(payload_bytes);
   if (layout.line()) {
-    std::vector<char> whole(static_cast<size_t>(layout[RECORD_PAYLOAD] + payload_bytes));
+    // All lines there can be, also where the payload is shorter: a line behind it could hold the code of a lap before, and pass
+    // for one that this record, or a longer one, has yet to write.
+    thread_local std::vector<char> whole;
+    whole.assign(static_cast<size_t>(dropped(Rule::RECORDS_ARE_WHOLE) ? layout[RECORD_PAYLOAD] + payload_bytes
+                                                                      : layout[RECORD_PAYLOAD] + layout[RECORD_PAYLOAD_BYTES]),
+                 0);
     std::memcpy(whole.data(), words, sizeof words);
-    std::memcpy(whole.data() + layout[RECORD_PAYLOAD], payload, static_cast<size_t>(payload_bytes));
+    if (payload_bytes > 0) std::memcpy(whole.data() + layout[RECORD_PAYLOAD], payload, static_cast<size_t>(payload_bytes));
     put_lines(record, whole.data(), static_cast<int64_t>(whole.size()), layout.code(epoch));
     return;
   }
@@ -103,8 +108,9 @@ bool record_here(const Layout& layout, const char* window, int64_t source, uint6
   const char* record = window + layout.record_at(epoch, source);
   const uint64_t code = layout.code(epoch);
   if (!layout.line()) return Flags(layout.compact()).holds(record + layout[RECORD_CODE], code);
+  if (!dropped(Rule::RECORDS_ARE_WHOLE))
+    return lines_hold(record, layout[RECORD_PAYLOAD] + layout[RECORD_PAYLOAD_BYTES], code);
   if (!lines_hold(record, LINE_PAYLOAD, code)) return false;
-  // The first line says how many there are.
   const int32_t* words = words_at(record);
   const int64_t payload = words[record_word::KIND] == kind::ABORT ? words[record_word::TEXT_BYTES]
                           : get64(words, record_word::ROUTING_LO) != 0 ? 0

@@ -217,15 +217,7 @@ def expired_in_flight(ctx: RankContext, setting: dict[str, Any]) -> dict[str, st
         **setting, num_experts=4, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32, timeout=20.0
     )
     x, idx = torch.ones(4, 8), torch.arange(4)[:, None]
-
-    def said(action: Callable[[], object]) -> str:
-        try:
-            action()
-        except errors.MoeA2AError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    found = {}
+    said, found = _said, {}
     never = moe_a2a.dispatch(x, idx, group, async_op=True)
     second = moe_a2a.dispatch(x, idx, group, async_op=True)
     third = moe_a2a.dispatch(x, idx, group, async_op=True)
@@ -280,6 +272,106 @@ def async_on_some_ranks(ctx: RankContext, setting: dict[str, Any], rows: int) ->
         if result == "rows":
             assert torch.equal(moe_a2a.combine(pending.x, pending), mine.x_TH)
     return result
+
+
+def _said(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (errors.MoeA2AError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def waited_by_two_threads(ctx: RankContext, setting: dict[str, Any]) -> list[bool]:
+    """Both get the same object, or the same error."""
+    group = ctx.fresh_group(
+        **setting, num_experts=2, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32, timeout=20.0
+    )
+    x, idx = torch.ones(4, 8), torch.tensor([[0], [1], [0], [1]])
+    same = []
+    for bad in (False, True, False):
+        pending: Any = None
+        if bad and ctx.rank == 0:
+            assert _said(lambda: moe_a2a.dispatch(x, idx + 9, group, async_op=True)).startswith("BadValue")
+            same += [True, True]
+            continue
+        pending = moe_a2a.dispatch(x, idx, group, async_op=True)
+        for _ in range(2):
+            found: list[Any] = []
+
+            def wait(pending: Any = pending, found: list[Any] = found) -> None:
+                try:
+                    found.append(pending.wait())
+                except errors.PeerAborted as error:
+                    found.append(error)
+
+            threads = [threading.Thread(target=wait) for _ in range(2)]
+            ctx.jitter(5)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            same.append(len(found) == 2 and found[0] is found[1])
+            if bad:
+                assert isinstance(found[0], errors.PeerAborted)
+                continue
+            if isinstance(pending, moe_a2a.exchange.PendingDispatch):
+                pending = moe_a2a.combine(found[0].x, found[0], async_op=True)
+    return same
+
+
+def gradient_of_an_asynchronous_call(ctx: RankContext, setting: dict[str, Any]) -> list[str]:
+    """Refused by name on the rank that asks, before anything is exchanged; the others hear of it."""
+    group = ctx.fresh_group(
+        **setting, num_experts=2, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32, timeout=20.0
+    )
+    x, idx = torch.ones(4, 8, requires_grad=ctx.rank == 0), torch.tensor([[0], [1], [0], [1]])
+    found = [_said(lambda: moe_a2a.dispatch(x, idx, group, async_op=True).wait())]
+    d = moe_a2a.dispatch(x.detach(), idx, group)
+    y = d.x.clone().requires_grad_(ctx.rank == 0)
+    found.append(_said(lambda: moe_a2a.combine(y, d, async_op=True).wait()))
+    d = moe_a2a.dispatch(x.detach(), idx, group)
+    assert torch.equal(moe_a2a.combine(d.x, d), x)
+    return found
+
+
+def no_memory(ctx: RankContext, setting: dict[str, Any], what: str) -> str:
+    """Rank 0 has no memory for what a call needs: it says so, the others hear of it at once, and the group goes on."""
+    import resource
+
+    tokens, hidden = 4096, 4096
+    group = ctx.fresh_group(
+        **setting,
+        num_experts=ctx.world_size,
+        top_k=1,
+        max_tokens=tokens,
+        hidden_size=hidden,
+        dtype=torch.float32,
+        max_recv_rows=tokens // 2 if what == "waves" else None,
+        timeout=60.0,
+    )
+    idx = torch.arange(tokens)[:, None] % ctx.world_size
+    x = torch.ones(tokens, hidden)
+    if what == "pad_to":
+        said = _said(lambda: moe_a2a.dispatch(x, idx, group, pad_to=2**31 - 1 if ctx.rank == 0 else None))
+    else:
+        d = moe_a2a.dispatch(x, idx, group)
+        y = d.x
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        try:
+            if ctx.rank == 0:
+                resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), hard))
+            said = _said(
+                lambda: (
+                    moe_a2a.combine(y, d, async_op=True).wait() if what == "async" else moe_a2a.combine(y, d)
+                )
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    again = moe_a2a.dispatch(x[:3], idx[:3], group)
+    assert torch.equal(moe_a2a.combine(again.x, again), x[:3])
+    return said
 
 
 def aborted_in_flight(ctx: RankContext, setting: dict[str, Any]) -> list[str]:
