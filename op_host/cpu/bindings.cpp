@@ -43,8 +43,6 @@ ScalarType row_scalar_type(const Group::RowType& type) {
                                          : scalar_type(type.dtype);
 }
 
-std::string on(int64_t rank) { return rank < 0 ? "" : " on rank " + std::to_string(rank); }
-
 std::string check_topk_idx(const char* operation, const Tensor& idx, int64_t rank, FailureKind* kind) {
   const ScalarType type = idx.scalar_type();
   if (type != ScalarType::Int && type != ScalarType::Long) {
@@ -170,18 +168,6 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
   input->align = options.align;
   input->quant = static_cast<Quant>(options.quant);
   input->async = options.async;
-}
-
-// The tensor, or a copy whose columns lie side by side. `bad` says why there is none.
-Tensor with_packed_columns(const char* operation, const char* name, const Tensor& tensor, int64_t rank, std::string* bad) {
-  if (tensor.dim() != 2 || tensor.size(1) <= 1 || tensor.stride(1) == 1) return tensor;
-  try {
-    return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {
-    *bad = say("%s: no memory on rank %ld for a copy of %s %s whose columns lie side by side", operation, rank, name,
-               shape(tensor).c_str());
-    return tensor;
-  }
 }
 
 // The first step of dispatch: what a rank tells the others. Inside a Call.

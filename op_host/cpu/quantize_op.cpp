@@ -18,16 +18,6 @@ Quant quant_of(const std::string& name) {
                 say("%s: quantize = \"%s\"; expected \"int8\" or \"fp8_e4m3\"", QUANTIZE_ROWS, name.c_str()));
 }
 
-Tensor packed_columns(const Tensor& x) {
-  if (x.size(1) == 1 || x.stride(1) == 1) return x;
-  try {
-    return torch::stable::contiguous(x);
-  } catch (const std::exception&) {
-    throw Failure(FailureKind::OUT_OF_MEMORY,
-                  say("%s: no memory for a copy of x %s whose columns lie side by side", QUANTIZE_ROWS, shape(x).c_str()));
-  }
-}
-
 std::tuple<Tensor, Tensor> quantize_rows(Tensor x, std::string quantize) {
   return guarded([&] {
     const Quant quant = quant_of(quantize);
@@ -39,7 +29,9 @@ std::tuple<Tensor, Tensor> quantize_rows(Tensor x, std::string quantize) {
       throw Failure(FailureKind::BAD_VALUE,
                     say("%s: x has shape %s; expected [T, H] with H >= 1", QUANTIZE_ROWS, shape(x).c_str()));
     const int64_t tokens = x.size(0), hidden = x.size(1), per_row = scales_per_row(quant, hidden);
-    const Tensor rows = packed_columns(x);
+    std::string bad;
+    const Tensor rows = with_packed_columns(QUANTIZE_ROWS, "x", x, -1, &bad);
+    if (!bad.empty()) throw Failure(FailureKind::OUT_OF_MEMORY, bad);
     Tensor q = new_output({tokens, hidden}, quant == Quant::INT8 ? ScalarType::Char : ScalarType::Float8_e4m3fn, 1);
     Tensor scales = quant == Quant::INT8 ? new_output({tokens}, ScalarType::Float, 4)
                                          : new_output({tokens, per_row}, ScalarType::Float, 4);

@@ -116,4 +116,20 @@ auto guarded(Operation operation) -> decltype(operation()) {
   }
 }
 
+// " on rank R", for messages; -1: the operation is local.
+inline std::string on(int64_t rank) { return rank < 0 ? "" : " on rank " + std::to_string(rank); }
+
+// The tensor, or a copy whose columns lie side by side. `bad` says why there is none.
+inline Tensor with_packed_columns(const char* operation, const char* name, const Tensor& tensor, int64_t rank,
+                                  std::string* bad) {
+  if (tensor.dim() != 2 || tensor.size(1) <= 1 || tensor.stride(1) == 1) return tensor;
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {
+    *bad = say("%s: no memory%s for a copy of %s %s whose columns lie side by side", operation, on(rank).c_str(), name,
+               shape(tensor).c_str());
+    return tensor;
+  }
+}
+
 }  // namespace moe_a2a
