@@ -345,7 +345,13 @@ def test_42_45_ways_to_end(tmp_path: Path, how: str) -> None:
     before = shm()
     for process in start(tmp_path, how):
         out, err = process.communicate(timeout=120)
-        assert process.returncode == (1 if how == "exception" else 0), err[-2000:]
+        # torch's gloo threads may abort a process that ends without destroy_process_group: 4 of 10 times in a program that
+        # doesn't know this package (docs/measurements.md).
+        torch_aborted = process.returncode == -signal.SIGABRT and err.rstrip().endswith(
+            "terminate called without an active exception"
+        )
+        if not (torch_aborted and "destroy" not in how):
+            assert process.returncode == (1 if how == "exception" else 0), err[-2000:]
         assert out.startswith("stepped")
         if how != "exception":
             assert "Traceback" not in err, err[-2000:]
