@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 import threading
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -148,10 +148,55 @@ class Dispatched:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
 
 
-class PendingDispatch:
-    """A dispatch under way: what ``dispatch(..., async_op=True)`` returns."""
+_NO_ASYNC_GRADIENT = "async_op is asked for together with a gradient, which asynchronous calls don't have"
 
-    __slots__ = ("_done", "_error", "_lock", "_quantised", "_ticket", "_weighted", "group")
+_Result = TypeVar("_Result")
+
+
+class _Pending(Generic[_Result]):
+    """A call under way: it ends once, in whichever thread waits first, and says the same to all who wait."""
+
+    __slots__ = ("_done", "_error", "_lock", "_ticket", "group")
+
+    def __init__(self, group: EPGroup, ticket: Tensor | None, done: _Result | None) -> None:
+        self.group = group
+        self._ticket = ticket
+        self._done = done
+        self._error: errors.MoeA2AError | None = None
+        self._lock = threading.RLock()  # a signal handler may come here while its own thread waits
+
+    def _finish(self) -> _Result:
+        raise NotImplementedError
+
+    def wait(self) -> _Result:
+        """The result. A second call, from any thread, returns the same object or raises the same error.
+
+        Raises:
+            HandleExpired: ``depth`` newer dispatches have started. Otherwise what :func:`dispatch` or :func:`combine` raises
+            for what the peers did, and for bad weights.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._done is None:
+                try:
+                    self._done = self._finish()
+                except (errors.GroupBusy, errors.GroupClosed):
+                    raise  # says nothing about this call
+                except errors.MoeA2AError as error:
+                    self._error = error
+                    raise
+            return self._done
+
+    def __repr__(self) -> str:
+        state = "received" if self._done is not None else "under way"
+        return f"{type(self).__name__}({state}, {self.group.name})"
+
+
+class PendingDispatch(_Pending[Dispatched]):
+    """A dispatch under way: what ``dispatch(..., async_op=True)`` returns; ``wait()`` receives the rows."""
+
+    __slots__ = ("_quantised", "_weighted")
 
     def __init__(
         self,
@@ -161,34 +206,11 @@ class PendingDispatch:
         quantised: bool,
         done: Dispatched | None = None,
     ) -> None:
-        self.group = group
-        self._ticket = ticket
+        super().__init__(group, ticket, done)
         self._weighted = weighted
         self._quantised = quantised
-        self._done = done
-        self._error: errors.MoeA2AError | None = None
-        self._lock = threading.RLock()  # a signal handler may come here while its own thread waits
 
-    def wait(self) -> Dispatched:
-        """Receives the rows. A second call, from any thread, returns the same object or raises the same error.
-
-        Raises:
-            HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`dispatch`, for what the peers did.
-        """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._done is None:
-                try:
-                    self._done = self._receive()
-                except (errors.GroupBusy, errors.GroupClosed):
-                    raise  # says nothing about this call
-                except errors.MoeA2AError as error:
-                    self._error = error
-                    raise
-            return self._done
-
-    def _receive(self) -> Dispatched:
+    def _finish(self) -> Dispatched:
         try:
             rows, weights, scales, meta = _dispatch_wait_raw(self._ticket, self.group.name)
         except RuntimeError as error:
@@ -201,56 +223,27 @@ class PendingDispatch:
             scales if self._quantised else None,
         )
 
-    def __repr__(self) -> str:
-        return f"PendingDispatch({'received' if self._done is not None else 'under way'}, {self.group.name})"
 
+class PendingCombine(_Pending[Tensor]):
+    """A combine under way: what ``combine(..., async_op=True)`` returns; ``wait()`` sums the rows."""
 
-class PendingCombine:
-    """A combine under way: what ``combine(..., async_op=True)`` returns."""
-
-    __slots__ = ("_done", "_error", "_lock", "_ticket", "_weights", "group")
+    __slots__ = ("_weights",)
 
     def __init__(
         self, group: EPGroup, ticket: Tensor | None, weights: Tensor | None, done: Tensor | None = None
     ) -> None:
-        self.group = group
-        self._ticket = ticket
+        super().__init__(group, ticket, done)
         self._weights = weights
-        self._done = done
-        self._error: errors.MoeA2AError | None = None
-        self._lock = threading.RLock()
 
-    def wait(self) -> Tensor:
-        """Sums the rows. A second call, from any thread, returns the same tensor or raises the same error.
-
-        Raises:
-            HandleExpired: ``depth`` newer dispatches have started. Otherwise as :func:`combine`, for bad weights and for what
-            the peers did.
-        """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._done is None:
-                try:
-                    self._done = self._sum()
-                except (errors.GroupBusy, errors.GroupClosed):
-                    raise
-                except errors.MoeA2AError as error:
-                    self._error = error
-                    raise
-                self._weights = None
-            return self._done
-
-    def _sum(self) -> Tensor:
+    def _finish(self) -> Tensor:
         try:
-            return _combine_wait_raw(self._ticket, self._weights, self.group.name)  # type: ignore[no-any-return]
+            out: Tensor = _combine_wait_raw(self._ticket, self._weights, self.group.name)
         except Exception as error:
             self.group._check_open("moe_a2a.combine")
             wrong = _wrong_tensor(topk_weights=self._weights)
             native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
-
-    def __repr__(self) -> str:
-        return f"PendingCombine({'received' if self._done is not None else 'under way'}, {self.group.name})"
+        self._weights = None
+        return out
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -417,9 +410,7 @@ def dispatch(
             again = None if routing is None else _meta_of(routing)
             full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)
             if async_op and not raw and group._exchange is None:
-                raise TypeError(
-                    "async_op is asked for together with a gradient, which asynchronous calls don't have"
-                )
+                raise TypeError(_NO_ASYNC_GRADIENT)
             if async_op and raw:
                 ticket = _dispatch_begin_raw(*full)
                 return PendingDispatch(group, ticket, topk_weights is not None, quantize is not None)
@@ -510,9 +501,7 @@ def combine(
     try:
         raw = group._exchange is None and not _wants_gradient(y, topk_weights)
         if async_op and not raw and group._exchange is None:
-            raise TypeError(
-                "async_op is asked for together with a gradient, which asynchronous calls don't have"
-            )
+            raise TypeError(_NO_ASYNC_GRADIENT)
         if async_op and raw:
             return PendingCombine(group, _combine_begin_raw(y, handle.meta, group.name), topk_weights)
         if raw:

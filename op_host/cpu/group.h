@@ -196,7 +196,6 @@ class Group {
   struct CallState {
     uint64_t epoch = 0;
     Stage stage = Stage::UNUSED;
-    bool heard = false;  // all peers' records of it were read
     std::string failure;
     FailureKind failure_kind = FailureKind::BAD_VALUE;
     CallHeader header{};

@@ -114,7 +114,6 @@ void Group::hear_one(uint64_t epoch, bool asked, const char* operation) {
       return true;
     });
   heard_ = epoch;
-  call.heard = true;
   if (!reused_without_records)
     for (int64_t peer : all_peers_) {
       uint64_t& done = peers_done_[static_cast<size_t>(peer)];
@@ -266,17 +265,18 @@ std::string Group::read_routing(const DispatchInput& input, CallState& call) con
   namespace w = handle_word;
   const int64_t* handle = input.routing;
   const int64_t experts = layout_[NUM_EXPERTS], ranks = layout_[WORLD_SIZE];
-  const std::string changed =
-      say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", DISPATCH, rank_);
+  const auto changed = [this] {
+    return say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", DISPATCH, rank_);
+  };
   if (input.routing_words < HANDLE_HEADER_WORDS || handle[w::MAGIC] != HANDLE_MAGIC)
     return say("%s: routing on rank %ld isn't a handle that moe_a2a.dispatch returned", DISPATCH, rank_);
-  if (handle[w::GENERATION] != layout_[GENERATION] || handle[w::WORLD_SIZE] != ranks || handle[w::NUM_EXPERTS] != experts || handle[w::RANK] != rank_ ||
-      handle[w::GROUP] != group_id_)
+  if (handle[w::GENERATION] != layout_[GENERATION] || handle[w::WORLD_SIZE] != ranks || handle[w::NUM_EXPERTS] != experts ||
+      handle[w::RANK] != rank_ || handle[w::GROUP] != group_id_)
     return say("%s: routing on rank %ld belongs to another group than %s", DISPATCH, rank_, name_.c_str());
   const int64_t tokens = handle[w::TOKENS], top_k = handle[w::TOP_K];
-  if (tokens < 0 || tokens > layout_[MAX_TOKENS] || top_k < 0 || top_k > layout_[TOP_K]) return changed;
+  if (tokens < 0 || tokens > layout_[MAX_TOKENS] || top_k < 0 || top_k > layout_[TOP_K]) return changed();
   const HandleWords words(tokens * top_k, ranks, experts, local_end_ - local_begin_);
-  if (input.routing_words != words.total) return changed;
+  if (input.routing_words != words.total) return changed();
   if (input.x.rows != tokens)
     return say("%s: x has T = %ld rows on rank %ld, the routing that is used again has %ld", DISPATCH, input.x.rows, rank_,
                tokens);
@@ -288,8 +288,8 @@ std::string Group::read_routing(const DispatchInput& input, CallState& call) con
   call.top_k = top_k;
   call.expert.resize(static_cast<size_t>(tokens * top_k));
   call.slot.resize(static_cast<size_t>(tokens * top_k));
-  if (send_counts(idx, experts, call.counts.data(), call.slot.data(), call.expert.data()).found) return changed;
-  if (!std::equal(call.counts.begin(), call.counts.end(), matrix + rank_ * experts)) return changed;
+  if (send_counts(idx, experts, call.counts.data(), call.slot.data(), call.expert.data()).found) return changed();
+  if (!std::equal(call.counts.begin(), call.counts.end(), matrix + rank_ * experts)) return changed();
   return {};
 }
 
@@ -301,7 +301,6 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
   CallState& call = state(epoch);
   call.epoch = epoch;
   call.stage = Stage::FAILED;  // until its record is out
-  call.heard = false;
   call.failure.clear();
   call.header = new_header(epoch, kind::COUNTS);
   progress(phase::DISPATCH_PACK);
@@ -511,10 +510,7 @@ Landing Group::landing(const CallState& call, char* window, int64_t wave, const 
 
 void Group::push_wave(CallState& call, int64_t wave, bool streaming) {
   for (int64_t owner : all_peers_) {
-    if (rows_between(call, rank_, owner) == 0) continue;
-    bool any = false;
-    for_each_run(call, rank_, owner, wave, layout_[RECV_ROWS], [&](int64_t, int64_t, const Run&) { any = true; });
-    if (!any) continue;
+    if (!has_rows_in_wave(call, rank_, owner, wave)) continue;
     if (wave > 0 && !dropped(Rule::WAVE_IS_READ))
       await_peers({owner}, call.epoch, DISPATCH, phase::DISPATCH_PUSH, [&](int64_t peer) {
         return mark_here(layout_, own(), call.epoch, Wave::DISPATCH_READ, peer, wave);
