@@ -7,6 +7,7 @@ rows.
 from . import errors
 from .exchange import Dispatched, Handle, combine, dispatch
 from .group import EPGroup, SizeHint
+from .moe import moe, moe_apply
 from .quantization import dequantize_rows, quantize_rows
 from .routing import send_counts
 
@@ -22,6 +23,8 @@ __all__ = [
     "dequantize_rows",
     "dispatch",
     "errors",
+    "moe",
+    "moe_apply",
     "quantize_rows",
     "send_counts",
 ]

@@ -19,34 +19,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import BadValue
 from .group import find_group
-from .op_host import native  # noqa: F401  loads the C++ kernels
-from .op_host.layout import CODE_DTYPES, handle_words
+from .op_host import native  # loads the C++ kernels
+from .op_host.experts import Spec
+from .op_host.layout import CODE_DTYPES, handle_words, matrix_digest
 from .op_host.quant import QUANT_DTYPES, QUANT_NAMES, scales_shape
 
 LIB = torch.library.Library("moe_a2a", "DEF")
 
 LIB.define("send_counts(Tensor topk_idx, int num_experts) -> (Tensor counts, Tensor slot)")
 LIB.define(
-    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1)"
-    " -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor handle)"
+    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1,"
+    " int gradients=-1) -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor handle)"
 )
 LIB.define(
     "dispatch_full(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag=0, SymInt pad_to=-1,"
-    " int align=1, int quant=0)"
+    " int align=1, int quant=0, int gradients=-1)"
     " -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor scales, Tensor handle)"
 )
 LIB.define("combine(Tensor y, Tensor handle, Tensor? topk_weights, SymInt num_tokens, str group) -> Tensor")
 LIB.define(
-    "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1)"
-    " -> (Tensor x, Tensor weights, Tensor handle)"
+    "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1,"
+    " int gradients=0) -> (Tensor x, Tensor weights, Tensor handle)"
 )
 LIB.define(
     "dispatch_full_raw(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag, SymInt pad_to,"
-    " int align, int quant) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)"
+    " int align, int quant, int gradients=0, bool backward=False) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)"
 )
 LIB.define(
     "dispatch_begin_raw(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag, SymInt pad_to,"
-    " int align, int quant) -> Tensor"
+    " int align, int quant, int gradients=0) -> Tensor"
 )
 LIB.define(
     "dispatch_wait_raw(Tensor ticket, str group) -> (Tensor x, Tensor weights, Tensor scales, Tensor handle)"
@@ -54,6 +55,43 @@ LIB.define(
 LIB.define("combine_begin_raw(Tensor y, Tensor handle, str group) -> Tensor")
 LIB.define("combine_wait_raw(Tensor ticket, Tensor? topk_weights, str group) -> Tensor")
 LIB.define("combine_raw(Tensor y, Tensor handle, Tensor? topk_weights, str group) -> Tensor")
+LIB.define("combine_pairs_raw(Tensor y, Tensor handle, str group) -> Tensor")
+LIB.define("combine_again_raw(Tensor y, Tensor routing, str group, int tag, bool pairs) -> Tensor")
+_EXPERTS = "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, int spec, float limit, float alpha"
+LIB.define(
+    f"moe(Tensor x, Tensor topk_idx, Tensor? topk_weights, {_EXPERTS}, str group, int tag=0, int gradients=-1,"
+    " bool keep=False) -> (Tensor out, Tensor rows, Tensor hidden, Tensor handle)"
+)
+LIB.define(
+    f"moe_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, {_EXPERTS}, str group, int tag, int gradients, bool keep)"
+    " -> (Tensor out, Tensor rows, Tensor hidden, Tensor handle)"
+)
+LIB.define(
+    "moe_begin_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag, int gradients)"
+    " -> (Tensor rows, Tensor handle)"
+)
+LIB.define("moe_next_raw(Tensor handle, str group) -> int")
+LIB.define(
+    f"moe_finish_raw(Tensor rows, Tensor handle, Tensor? topk_weights, {_EXPERTS}, str group, bool keep)"
+    " -> (Tensor out, Tensor rows, Tensor hidden)"
+)
+LIB.define(f"experts_raw(Tensor rows, Tensor offsets, {_EXPERTS}, bool keep) -> (Tensor y, Tensor hidden)")
+LIB.define(
+    "activation_backward_raw(Tensor hidden, Tensor grad, int spec, float limit, float alpha) -> (Tensor out, Tensor grad)"
+)
+LIB.define(
+    "dispatch_backward(Tensor grad_rows, Tensor? grad_weights, Tensor handle, SymInt num_tokens, SymInt top_k, str group,"
+    " int tag) -> (Tensor grad_x, Tensor grad_weights)"
+)
+LIB.define(
+    "combine_backward(Tensor grad_out, Tensor? y, Tensor? topk_weights, Tensor handle, SymInt num_rows, str group)"
+    " -> (Tensor grad_y, Tensor grad_weights)"
+)
+LIB.define(
+    f"moe_backward(Tensor grad_out, Tensor? x, Tensor? topk_weights, {_EXPERTS}, Tensor rows, Tensor hidden, Tensor handle,"
+    " str group, int tag, bool[5] needs) -> (Tensor x, Tensor topk_weights, Tensor up, Tensor down, Tensor up_bias,"
+    " Tensor down_bias)"
+)
 LIB.define("quantize_rows(Tensor x, str quantize) -> (Tensor q, Tensor scales)")
 LIB.define("window_x(int num_tokens, int hidden, int dtype_code, str group) -> Tensor")
 LIB.define("window_y(Tensor handle, int hidden, int dtype_code, str group) -> Tensor")
@@ -131,6 +169,7 @@ def _(
     tag: int = 0,
     pad_to: int = -1,
     align: int = 1,
+    gradients: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, weights, _, handle = _fake_dispatch(x, topk_idx, topk_weights, None, group, pad_to)
     return rows, weights, handle
@@ -147,6 +186,8 @@ def _(
     pad_to: int,
     align: int,
     quant: int,
+    gradients: int = 0,
+    backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _fake_dispatch(x, topk_idx, topk_weights, routing, group, pad_to, quant)
 
@@ -160,6 +201,7 @@ def _(
     tag: int = 0,
     pad_to: int = -1,
     align: int = 1,
+    gradients: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, weights, _, handle = _fake_dispatch(x, topk_idx, topk_weights, None, group, pad_to)
     return rows, *_fake_counts(x, group), weights, handle
@@ -176,6 +218,7 @@ def _(
     pad_to: int = -1,
     align: int = 1,
     quant: int = 0,
+    gradients: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, weights, scales, handle = _fake_dispatch(x, topk_idx, topk_weights, routing, group, pad_to, quant)
     return rows, *_fake_counts(x, group), weights, scales, handle
@@ -233,19 +276,214 @@ def _(handle: Tensor, hidden: int, dtype_code: int, group: str) -> Tensor:
     )
 
 
+def _fake_moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    group: str,
+    tag: int = 0,
+    gradients: int = -1,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights, up=up, down=down)
+    rows = _new_rows() if keep else 0
+    width = up.shape[2] if Spec.of(spec).transposed else up.shape[1]
+    dtype = torch.float32 if native.widens(up.dtype) else up.dtype
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(rows, x.shape[1]),
+        x.new_empty(rows, width, dtype=dtype),
+        x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
+    )
+
+
+torch.library.register_fake("moe_a2a::moe", _fake_moe, lib=LIB)
+torch.library.register_fake("moe_a2a::moe_raw", _fake_moe, lib=LIB)
+
+
+@torch.library.register_fake("moe_a2a::dispatch_backward", lib=LIB)
+def _(
+    grad_rows: Tensor,
+    grad_weights: Tensor | None,
+    handle: Tensor,
+    num_tokens: int,
+    top_k: int,
+    group: str,
+    tag: int,
+) -> tuple[Tensor, Tensor]:
+    weights = handle.new_empty(0) if grad_weights is None else grad_weights.new_empty(num_tokens, top_k)
+    return grad_rows.new_empty(num_tokens, grad_rows.shape[1]), weights
+
+
+@torch.library.register_fake("moe_a2a::combine_backward", lib=LIB)
+def _(
+    grad_out: Tensor, y: Tensor | None, topk_weights: Tensor | None, handle: Tensor, num_rows: int, group: str
+) -> tuple[Tensor, Tensor]:
+    weights = handle.new_empty(0) if topk_weights is None else topk_weights.new_empty(topk_weights.shape)
+    return grad_out.new_empty(num_rows, grad_out.shape[1]), weights
+
+
+@torch.library.register_fake("moe_a2a::moe_backward", lib=LIB)
+def _(
+    grad_out: Tensor,
+    x: Tensor | None,
+    topk_weights: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    rows: Tensor,
+    hidden: Tensor,
+    handle: Tensor,
+    group: str,
+    tag: int,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    parameters = (topk_weights, up, down, up_bias, down_bias)
+    return grad_out.new_empty(grad_out.shape), *(
+        grad_out.new_empty(0) if like is None or not need else like.new_empty(like.shape)
+        for like, need in zip(parameters, needs, strict=True)
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- autograd
+#
+# Backward is collective: it runs on every rank or on none, and does the same on all of them whatever a rank itself needs. What
+# that is was agreed on in forward (Gradient) and stands in the handle.
+
+
+def seal(handle: Tensor) -> Tensor:
+    """An empty tensor whose shape is a digest of the call's send-count matrix.
+
+    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward routed in another way:
+    torch compares the shapes of what both saved.
+    """
+    if isinstance(handle, FakeTensor) or type(handle) is not Tensor:
+        return handle.new_empty(0)
+    return handle.new_empty(0, matrix_digest(handle))
+
+
+def lasting(tensor: Tensor, group: str) -> Tensor:
+    """The tensor, to be kept for backward: a copy if it lies in the window, where later calls write."""
+    window = None if isinstance(tensor, FakeTensor) else find_group(group)._window
+    if window is None or not window.address <= tensor.data_ptr() < window.address + window.size:
+        return tensor
+    return tensor.clone()
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weights, *_ = inputs
+    full = len(output) == 6
+    ctx.save_for_backward(output[-1], seal(output[-1]))
+    ctx.group, ctx.tag = (inputs[4], inputs[5]) if full else (inputs[3], inputs[4])
+    ctx.num_tokens, ctx.top_k = x.shape[0], 0 if weights is None else weights.shape[1]
+    ctx.weighted, ctx.inputs, ctx.quantised = weights is not None, len(inputs), full and inputs[8] != 0
+
+
+def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.quantised:
+        raise RuntimeError(
+            "moe_a2a.dispatch: there is no gradient through quantised rows; leave quantize out, or detach x"
+        )
+    handle, _ = ctx.saved_tensors
+    grad_x, grad_weights = torch.ops.moe_a2a.dispatch_backward.default(
+        grads[0], grads[3] if ctx.weighted else None, handle, ctx.num_tokens, ctx.top_k, ctx.group, ctx.tag
+    )
+    rest = [None] * (ctx.inputs - 3)
+    return grad_x, None, grad_weights if ctx.weighted else None, *rest
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, handle, weights, _, group = inputs
+    ctx.save_for_backward(None if weights is None else lasting(y, group), handle, weights)
+    ctx.group, ctx.num_rows = group, y.shape[0]
+
+
+def _combine_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    y, handle, weights = ctx.saved_tensors
+    grad_y, grad_weights = torch.ops.moe_a2a.combine_backward.default(
+        grad_out, y, weights, handle, ctx.num_rows, ctx.group
+    )
+    return grad_y, None, None if weights is None else grad_weights, None, None
+
+
+def _save_moe(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weights, up, down, up_bias, down_bias, spec, limit, alpha, group, tag, _, keep = inputs
+    _, rows, hidden, handle = output
+    x = None if keep else lasting(x, group)
+    ctx.save_for_backward(x, weights, up, down, up_bias, down_bias, rows, hidden, handle, seal(handle))
+    ctx.spec, ctx.group, ctx.tag = (spec, limit, alpha), group, tag
+
+
+def _moe_gradients(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, weights, up, down, up_bias, down_bias, rows, hidden, handle, _ = ctx.saved_tensors
+    needs = [
+        need and value is not None
+        for need, value in zip(
+            ctx.needs_input_grad[2:7], (weights, up, down, up_bias, down_bias), strict=True
+        )
+    ]
+    grads = torch.ops.moe_a2a.moe_backward.default(
+        grad_out,
+        x,
+        weights,
+        up,
+        down,
+        up_bias,
+        down_bias,
+        *ctx.spec,
+        rows,
+        hidden,
+        handle,
+        ctx.group,
+        ctx.tag,
+        needs,
+    )
+    others = [grad if need else None for grad, need in zip(grads[1:], needs, strict=True)]
+    return grads[0], None, *others, *([None] * 7)
 
 
 def _no_backward(operation: str) -> Any:
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(
-            f"moe_a2a.{operation}: this version computes no gradients through {operation}; run it under torch.no_grad(), "
-            "or detach its inputs"
+            f"moe_a2a.{operation}: there is no gradient through {operation}; detach its inputs"
         )
 
     return backward
 
 
+# The raw ones are called with tensors that want gradients, by functions that give the results theirs afterwards.
+for _operation in (
+    "dispatch_raw",
+    "dispatch_full_raw",
+    "dispatch_begin_raw",
+    "combine_raw",
+    "combine_begin_raw",
+    "combine_wait_raw",
+    "moe_raw",
+    "moe_begin_raw",
+    "moe_finish_raw",
+    "experts_raw",
+):
+    LIB.impl(_operation, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_autograd(
+    "moe_a2a::dispatch", _dispatch_gradients, setup_context=_save_dispatch, lib=LIB
+)
+torch.library.register_autograd(
+    "moe_a2a::dispatch_full", _dispatch_gradients, setup_context=_save_dispatch, lib=LIB
+)
+torch.library.register_autograd("moe_a2a::combine", _combine_gradients, setup_context=_save_combine, lib=LIB)
+torch.library.register_autograd("moe_a2a::moe", _moe_gradients, setup_context=_save_moe, lib=LIB)
 # Without a formula autograd would return outputs that look like constants and lose the gradient without a word.
-for _operation in ("dispatch", "dispatch_full", "combine", "quantize_rows"):
+for _operation in ("quantize_rows", "dispatch_backward", "combine_backward", "moe_backward"):
     torch.library.register_autograd(f"moe_a2a::{_operation}", _no_backward(_operation), lib=LIB)

@@ -1,7 +1,7 @@
 """dispatch and combine, as users call them.
 
-When no gradient is asked for they call the raw C++ operators, with nothing in between; otherwise the operators that
-autograd knows.
+They call the raw C++ operators, with nothing in between, and give the results their gradients afterwards, when all ranks have
+said whether somebody wants any. Inside torch.compile they call the operators that autograd knows.
 
 Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
 """
@@ -17,9 +17,9 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.autograd import forward_ad
 
 from . import _ops, errors
+from .backward import attach_combine, attach_dispatch, wanted
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import DTYPE_CODES, HandleView
@@ -32,7 +32,6 @@ _dispatch_wait_raw = torch.ops.moe_a2a.dispatch_wait_raw.default
 _combine_raw = torch.ops.moe_a2a.combine_raw.default
 _combine_begin_raw = torch.ops.moe_a2a.combine_begin_raw.default
 _combine_wait_raw = torch.ops.moe_a2a.combine_wait_raw.default
-_dispatch = torch.ops.moe_a2a.dispatch.default
 _dispatch_full = torch.ops.moe_a2a.dispatch_full.default
 _combine = torch.ops.moe_a2a.combine.default
 
@@ -45,12 +44,13 @@ class Handle:
         group: the EPGroup.
     """
 
-    __slots__ = ("_view", "group", "meta")
+    __slots__ = ("_num_tokens", "_view", "group", "meta")
 
-    def __init__(self, meta: Tensor, group: EPGroup) -> None:
+    def __init__(self, meta: Tensor, group: EPGroup, num_tokens: int | None = None) -> None:
         self.meta = meta
         self.group = group
         self._view: HandleView | None = None
+        self._num_tokens = num_tokens  # known without a look into the tensor, which a graph couldn't take
 
     @property
     def view(self) -> HandleView:
@@ -67,7 +67,7 @@ class Handle:
     @property
     def num_tokens(self) -> int:
         """T of the dispatch."""
-        return self.view.num_tokens
+        return self.view.num_tokens if self._num_tokens is None else self._num_tokens
 
     @property
     def top_k(self) -> int:
@@ -148,7 +148,10 @@ class Dispatched:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
 
 
-_NO_ASYNC_GRADIENT = "async_op is asked for together with a gradient, which asynchronous calls don't have"
+_NO_ASYNC_TRACE = (
+    "an asynchronous call can't be traced: what it returns depends on when it is waited for. Leave async_op out inside "
+    "torch.compile"
+)
 
 _Result = TypeVar("_Result")
 
@@ -196,19 +199,13 @@ class _Pending(Generic[_Result]):
 class PendingDispatch(_Pending[Dispatched]):
     """A dispatch under way: what ``dispatch(..., async_op=True)`` returns; ``wait()`` receives the rows."""
 
-    __slots__ = ("_quantised", "_weighted")
+    __slots__ = ("_call",)
 
     def __init__(
-        self,
-        group: EPGroup,
-        ticket: Tensor | None,
-        weighted: bool,
-        quantised: bool,
-        done: Dispatched | None = None,
+        self, group: EPGroup, ticket: Tensor | None, call: _Call, done: Dispatched | None = None
     ) -> None:
         super().__init__(group, ticket, done)
-        self._weighted = weighted
-        self._quantised = quantised
+        self._call: _Call | None = call
 
     def _finish(self) -> Dispatched:
         try:
@@ -216,23 +213,28 @@ class PendingDispatch(_Pending[Dispatched]):
         except RuntimeError as error:
             self.group._check_open("moe_a2a.dispatch")
             native.raise_failure(error, f"moe_a2a.dispatch: {error}")
-        return Dispatched(
-            rows,
-            weights if self._weighted else None,
-            Handle(meta, self.group),
-            scales if self._quantised else None,
-        )
+        assert self._call is not None
+        call, self._call = self._call, None
+        return call.dispatched(rows, weights, scales, meta)
 
 
 class PendingCombine(_Pending[Tensor]):
     """A combine under way: what ``combine(..., async_op=True)`` returns; ``wait()`` sums the rows."""
 
-    __slots__ = ("_weights",)
+    __slots__ = ("_handle", "_weights", "_y")
 
     def __init__(
-        self, group: EPGroup, ticket: Tensor | None, weights: Tensor | None, done: Tensor | None = None
+        self,
+        group: EPGroup,
+        ticket: Tensor | None,
+        y: Tensor | None,
+        handle: Tensor,
+        weights: Tensor | None,
+        done: Tensor | None = None,
     ) -> None:
         super().__init__(group, ticket, done)
+        self._y = y  # only where it has a gradient
+        self._handle = handle
         self._weights = weights
 
     def _finish(self) -> Tensor:
@@ -242,7 +244,9 @@ class PendingCombine(_Pending[Tensor]):
             self.group._check_open("moe_a2a.combine")
             wrong = _wrong_tensor(topk_weights=self._weights)
             native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
-        self._weights = None
+        if self._y is not None:
+            attach_combine(self._y, self._weights, out, self._handle, self.group)
+        self._y = self._weights = None
         return out
 
 
@@ -258,17 +262,30 @@ def _tag_id(tag: str | int) -> int:
     return tag
 
 
-def _wants_gradient(rows: Tensor, topk_weights: Tensor | None) -> bool:
-    """Whether autograd must see the call. Forward-mode gradients, which no operator here has, are refused, not lost."""
-    if forward_ad._current_level >= 0:
-        for tensor in (rows, topk_weights):
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(
-                    "an argument carries a forward-mode gradient (jvp), which is not supported"
-                )
-    return torch.is_grad_enabled() and (
-        rows.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
-    )
+class _Call:
+    """What is left to do with a dispatch when its rows are there."""
+
+    __slots__ = ("gradients", "group", "quantised", "recorded", "tag", "weights", "x")
+
+    def __init__(
+        self, x: Tensor, weights: Tensor | None, group: EPGroup, tag: int, quantised: bool, gradients: int
+    ) -> None:
+        self.group = group
+        self.tag = tag
+        self.quantised = quantised
+        self.gradients = gradients
+        self.recorded = torch.is_grad_enabled() and not quantised
+        self.x = x
+        self.weights = weights
+
+    def dispatched(self, rows: Tensor, weights: Tensor, scales: Tensor, meta: Tensor) -> Dispatched:
+        weights_N = None if self.weights is None else weights
+        # Where another rank wants gradients this one has to take part in making them.
+        if self.recorded and (self.gradients or HandleView(meta).gradients):
+            attach_dispatch(self.x, self.weights, rows, weights_N, meta, self.group, self.tag)
+        return Dispatched(
+            rows, weights_N, Handle(meta, self.group, self.x.shape[0]), scales if self.quantised else None
+        )
 
 
 def _quant_code(quantize: str | None) -> int:
@@ -392,44 +409,49 @@ def dispatch(
         PeerTimeout, PeerLost: a peer didn't come, ended or left; the group is poisoned.
         GroupPoisoned, GroupClosed: no further calls.
     """
-    scales: Tensor | None = None
     try:
         tag_id = 0 if tag is None else _tag_id(tag)
         pad = -1 if pad_to is None else _number("pad_to", pad_to, 0, 2**31 - 1)
         align = _number("align", align, 1, 2**20)
-        raw = group._exchange is None and not _wants_gradient(x, topk_weights)
-        if routing is None and quantize is None and not async_op:
-            if raw:
-                rows, weights, meta = _dispatch_raw(x, topk_idx, topk_weights, group.name, tag_id, pad, align)
-            else:
-                rows, _, _, weights, meta = _dispatch(
-                    x, topk_idx, topk_weights, group.name, tag_id, pad, align
-                )
+        gradients = int(wanted(x, topk_weights))
+        quant = 0 if quantize is None else _quant_code(quantize)
+        again = None if routing is None else _meta_of(routing)
+        if quant and gradients:
+            raise ValueError(
+                "quantize is asked for together with a gradient, which quantised rows don't have; run under "
+                "torch.no_grad(), or detach x and topk_weights"
+            )
+        full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)
+        if torch.compiler.is_compiling():
+            if async_op:
+                raise RuntimeError(_NO_ASYNC_TRACE)
+            rows, _, _, weights, scales, meta = _dispatch_full(*full, gradients)
+            return Dispatched(
+                rows,
+                None if topk_weights is None else weights,
+                Handle(meta, group, x.shape[0]),
+                scales if quant else None,
+            )
+        call = _Call(x, topk_weights, group, tag_id, quant != 0, gradients)
+        if group._exchange is not None:
+            rows, weights, scales, meta = group._exchange.dispatch(*full[:4], *full[5:], gradients)
+        elif async_op:
+            return PendingDispatch(group, _dispatch_begin_raw(*full, gradients), call)
+        elif routing is None and not quant:
+            rows, weights, meta = _dispatch_raw(
+                x, topk_idx, topk_weights, group.name, tag_id, pad, align, gradients
+            )
+            scales = weights
         else:
-            quant = _quant_code(quantize)
-            again = None if routing is None else _meta_of(routing)
-            full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)
-            if async_op and not raw and group._exchange is None:
-                raise TypeError(_NO_ASYNC_GRADIENT)
-            if async_op and raw:
-                ticket = _dispatch_begin_raw(*full)
-                return PendingDispatch(group, ticket, topk_weights is not None, quantize is not None)
-            if raw:
-                rows, weights, scales, meta = _dispatch_full_raw(*full)
-            else:
-                rows, _, _, weights, scales, meta = _dispatch_full(*full)
+            rows, weights, scales, meta = _dispatch_full_raw(*full, gradients)
     except errors.MoeA2AError:
         group._check_open("moe_a2a.dispatch")
         raise
     except Exception as error:
-        _fail_dispatch(group, error, x, topk_idx, topk_weights, tag, routing is not None)
-    result = Dispatched(
-        rows,
-        None if topk_weights is None else weights,
-        Handle(meta, group),
-        None if quantize is None else scales,
-    )
-    return PendingDispatch(group, None, False, False, result) if async_op else result
+        tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        _fail_call(group, error, "moe_a2a.dispatch", tag, routing is not None, **tensors)
+    result = call.dispatched(rows, weights, scales, meta)
+    return PendingDispatch(group, None, call, result) if async_op else result
 
 
 @overload
@@ -499,15 +521,21 @@ def combine(
             f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
         ) from None
     try:
-        raw = group._exchange is None and not _wants_gradient(y, topk_weights)
-        if async_op and not raw and group._exchange is None:
-            raise TypeError(_NO_ASYNC_GRADIENT)
-        if async_op and raw:
-            return PendingCombine(group, _combine_begin_raw(y, handle.meta, group.name), topk_weights)
-        if raw:
-            return _combine_raw(y, handle.meta, topk_weights, group.name)  # type: ignore[no-any-return]
-        out = _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)
-        return PendingCombine(group, None, None, out) if async_op else out
+        if torch.compiler.is_compiling():
+            if async_op:
+                raise RuntimeError(_NO_ASYNC_TRACE)
+            return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
+        recorded = wanted(y, topk_weights) or (torch.is_grad_enabled() and handle.view.gradients)
+        if group._exchange is not None:
+            out = group._exchange.combine(y, handle.meta, topk_weights)
+        elif async_op:
+            ticket = _combine_begin_raw(y, handle.meta, group.name)
+            return PendingCombine(group, ticket, y if recorded else None, handle.meta, topk_weights)
+        else:
+            out = _combine_raw(y, handle.meta, topk_weights, group.name)
+        if recorded:
+            attach_combine(y, topk_weights, out, handle.meta, group)
+        return PendingCombine(group, None, None, handle.meta, None, out) if async_op else out
     except errors.MoeA2AError:
         group._check_open("moe_a2a.combine")
         raise
@@ -535,35 +563,32 @@ def _wrong_tensor(has_routing: bool = False, **arguments: Any) -> str:
     return ""
 
 
-def _fail_dispatch(
+def _fail_call(
     group: Any,
     error: Exception,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
+    operation: str,
     tag: str | int | None,
-    has_routing: bool,
+    has_routing: bool = False,
+    **tensors: Any,
 ) -> NoReturn:
     """Raises the named error behind ``error``."""
     if not isinstance(group, EPGroup):
-        raise errors.BadType(
-            f"moe_a2a.dispatch: group is a {type(group).__name__}; expected an EPGroup"
-        ) from None
+        raise errors.BadType(f"{operation}: group is a {type(group).__name__}; expected an EPGroup") from None
     try:
         native.raise_kernel_failure(error)
     except errors.GroupClosed:
-        group._check_open("moe_a2a.dispatch")
+        group._check_open(operation)
         raise
     except errors.CallMismatch as mismatch:
         # Records carry a tag as a number; here is what it stands for.
         if isinstance(tag, str) and "tag" in str(mismatch):
             raise errors.CallMismatch(f"{mismatch} ({_tag_id(tag)} is {tag!r})") from None
         raise
-    group._check_open("moe_a2a.dispatch")
-    if detect_fake_mode((x, topk_idx, topk_weights)) is not None:
+    group._check_open(operation)
+    if detect_fake_mode(tuple(tensors.values())) is not None:
         raise error  # nobody waits for a call that is only traced
-    wrong = _wrong_tensor(has_routing, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    reason = f"moe_a2a.dispatch: on rank {group.rank}, {wrong or error}"
+    wrong = _wrong_tensor(has_routing, **tensors)
+    reason = f"{operation}: on rank {group.rank}, {wrong or error}"
     if group._exchange is not None:
         group._exchange.abort(errors.BadType(reason))
     native.raise_failure(error, reason, native.abort_call(group.name) if group._exchange is None else None)
@@ -613,13 +638,14 @@ def _dispatch_full_impl(
     pad_to: int = -1,
     align: int = 1,
     quant: int = 0,
+    gradients: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     exchange = find_group(group)._exchange
-    options = (x, topk_idx, topk_weights, routing)
+    tensors, options = (x, topk_idx, topk_weights, routing), (tag, pad_to, align, quant, max(gradients, 0))
     if exchange is not None:
-        rows, weights, scales, meta = exchange.dispatch(*options, tag, pad_to, align, quant)
+        rows, weights, scales, meta = exchange.dispatch(*tensors, *options)
     else:
-        rows, weights, scales, meta = _dispatch_full_raw(*options, group, tag, pad_to, align, quant)
+        rows, weights, scales, meta = _dispatch_full_raw(*tensors, group, *options)
     view = HandleView(meta)
     # Copies: an operator's outputs must not be views of each other.
     return rows, view.counts.clone(), view.offsets.clone(), weights, scales, meta
@@ -633,9 +659,10 @@ def _dispatch_impl(
     tag: int = 0,
     pad_to: int = -1,
     align: int = 1,
+    gradients: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, counts, offsets, weights, _, meta = _dispatch_full_impl(
-        x, topk_idx, topk_weights, None, group, tag, pad_to, align
+        x, topk_idx, topk_weights, None, group, tag, pad_to, align, 0, gradients
     )
     return rows, counts, offsets, weights, meta
 

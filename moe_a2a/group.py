@@ -475,7 +475,8 @@ class EPGroup:
         Returns:
             ``epoch`` (dispatches started), ``dispatches``, ``combines``; ``tokens_per_expert`` (list, rows each local
             expert received); ``send_count_matrix`` (int32 [R, E] of the last dispatch); ``sent_rows`` and
-            ``received_rows`` (rows that crossed ranks); ``pushes`` (dispatches and combines in which this rank pushed);
+            ``received_rows`` (rows that crossed ranks); ``expert_order`` (local experts with rows, in the order in which the
+            last :func:`moe` computed them); ``pushes`` (dispatches and combines in which this rank pushed);
             ``waves`` (that dispatches took, and combines that took more than one); ``copied_bytes`` (payload bytes this rank
             copied: ``dispatch_in`` and ``combine_in`` into its own window, ``dispatch_push`` and ``combine_push`` into
             windows of others, ``dispatch_out`` and ``combine_out`` into results); ``wait_seconds`` (list by rank, time spent
@@ -494,6 +495,7 @@ class EPGroup:
             "combines": stats.combines,
             "tokens_per_expert": stats.expert_rows,
             "send_count_matrix": matrix,
+            "expert_order": stats.expert_order,
             "sent_rows": stats.sent_rows,
             "received_rows": stats.received_rows,
             "pushes": stats.pushes,

@@ -21,11 +21,13 @@ token without terms gives +0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -641,6 +643,7 @@ class _Header(NamedTuple):
     align: int = 1
     routing: int = 0  # digest of the send-count matrix that is used again, 0 for a new one
     pad_to: int = -1  # may differ
+    gradients: int = 0  # bits of Gradient; may differ
 
 
 # Fields that all ranks have to agree on: name for the message, how its value reads.
@@ -831,6 +834,7 @@ class CollectiveExchange:
         pad_to: int = -1,
         align: int = 1,
         quant: int = 0,
+        gradients: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sends every token's row to the owners of its experts. Collective.
 
@@ -843,6 +847,7 @@ class CollectiveExchange:
             pad_to: rows of the result, zeros behind the others; -1 for as many as come. May differ between ranks.
             align: each expert's rows are padded to a multiple of this with zeros. The same on all ranks.
             quant: 0 none, 1 int8, 2 fp8_e4m3. The same on all ranks.
+            gradients: what this rank wants gradients of, bits of Gradient. The handle has those of all ranks.
 
         Returns:
             x_NH: [N, H] in x's dtype or the quantised one, rows in (local expert, source rank, token, k) order.
@@ -890,6 +895,7 @@ class CollectiveExchange:
                 align=align,
                 routing=digest,
                 pad_to=pad_to,
+                gradients=gradients,
             )
         except Exception as error:  # whatever stops this rank, its peers must hear of it
             failure = _named("moe_a2a.dispatch", error, self.rank)
@@ -941,16 +947,18 @@ class CollectiveExchange:
                 num_experts=self._limits.num_experts,
                 align=align,
                 out_rows=out_rows,
+                gradients=functools.reduce(operator.or_, (h.gradients for h in headers.values())),
             )
         except Exception as error:  # no memory for padding, say: this rank's own affair
             raise _named("moe_a2a.dispatch", error, self.rank) from error
         self._open[self._epoch] = meta.clone()
-        return arrays[0], weights_N, scales[:, 0] if quant == 1 else scales, meta
+        # Copies: an operator's outputs must not be views.
+        return arrays[0].clone(), weights_N.clone(), scales[:, 0] if quant == 1 else scales, meta
 
     # ----------------------------------------------------------------------------------------------- combine
 
     @torch.no_grad()
-    def combine(self, y: Tensor, meta: Tensor, topk_weights: Tensor | None) -> Tensor:
+    def combine(self, y: Tensor, meta: Tensor, topk_weights: Tensor | None, pairs: bool = False) -> Tensor:
         """Brings the rows back to their tokens and sums them by the combine rule. Collective; closes it.
 
         Args:
@@ -958,9 +966,10 @@ class CollectiveExchange:
                 looked at; dtype and H may be others than x's.
             meta: the handle of a dispatch, not combined yet, with fewer than ``depth`` newer dispatches.
             topk_weights: [T, K] float, any strides, or None to sum the rows as they are.
+            pairs: the rows aren't summed.
 
         Returns:
-            [T, H] in y's dtype.
+            [T, H] in y's dtype; with ``pairs`` [T, K * H], zeros where dropped.
 
         Raises:
             HandleExpired: at once and without a word to the others, which make the same call.
@@ -978,7 +987,9 @@ class CollectiveExchange:
         try:
             handle = self._open_handle(meta)
             header = header._replace(handle=handle.epoch)
-            check_combine_rows(y, handle.out_rows, self._limits, self.rank)
+            # A scalar for a pair may be wider than a very narrow row.
+            scalars = replace(self._limits, hidden_size=self._limits.hidden_size + 8)
+            check_combine_rows(y, handle.out_rows, scalars if pairs else self._limits, self.rank)
             try:
                 check_combine_weights(topk_weights, handle.num_tokens, handle.top_k, self.rank)
             except MoeA2AError as error:
@@ -1025,11 +1036,25 @@ class CollectiveExchange:
         if weights_failure is not None:
             raise weights_failure
         # Rows arrive in (owner, local expert, token, k) order, which is (expert, token, k).
-        pairs = _pairs_by_expert(handle.expert_TK)
+        pairs_P = _pairs_by_expert(handle.expert_TK)
         position = torch.full((handle.num_tokens * handle.top_k,), -1)
-        position[pairs] = torch.arange(len(pairs))
+        position[pairs_P] = torch.arange(len(pairs_P))
         position_TK = rearrange(position, "(t k) -> t k", t=handle.num_tokens, k=handle.top_k)
+        if pairs:
+            out = y.new_zeros(handle.num_tokens * handle.top_k, y.shape[1])
+            out[pairs_P] = arrived.view(y.dtype)
+            return rearrange(out, "(t k) h -> t (k h)", t=handle.num_tokens, k=handle.top_k)
         return weighted_sum_reference(arrived.view(y.dtype), position_TK, topk_weights)
+
+    def combine_again(self, y: Tensor, routing: Tensor, tag: int, pairs: bool) -> Tensor:
+        """Combines rows that go with the routing of an older dispatch: what backward does. Collective.
+
+        A dispatch of one number for each token opens the handle. Args, returns and errors are those of :meth:`combine`.
+        """
+        handle = self._read_handle("moe_a2a (backward)", "routing", routing)
+        ones = torch.ones(handle.num_tokens, 1, dtype=self._limits.dtype)
+        *_, meta = self.dispatch(ones, None, None, routing, tag, handle.out_rows, handle.align)
+        return self.combine(y, meta, None, pairs)
 
     def abort(self, failure: Exception) -> None:
         """Uses up the next call on all ranks, for bad input that was found before dispatch: they raise PeerAborted."""

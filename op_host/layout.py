@@ -17,12 +17,13 @@ A window of rank p holds, in this order::
     token list  NX x int32[max_tokens * K]: p's (token, k) pairs sorted by expert, as token numbers (pull dispatch)
     weight      NX x 8 bytes x [max_tokens * K]: the routing weights in the same order, when they travel
     x           (NX + NSTAGE) x max_tokens rows: what p dispatches; the last NSTAGE are handed out by ``group.empty``
-    y           NS x max_recv_rows rows: what p's experts made of the rows p received (pull combine)
+    y           NS x max_recv_rows rows: what p's experts made of the rows p received (pull combine); in a fused call first
+                those rows themselves, written by their sources
+    row flag    NS x max_recv_rows codes, by row: "this row and those before it of its group are there" (not in line)
 
 and, in groups that may push::
 
     row         NS x max_recv_rows rows: what p receives, written by the sources, each row by one of them (push dispatch)
-    row flag    NS x max_recv_rows codes, by row: "this row and those before it of its group are there" (not in line)
     z           NS x max_tokens * K rows: what the owners return to p, in the order of p's token list (push combine)
 
 Formats, chosen once per group:
@@ -38,12 +39,13 @@ from __future__ import annotations
 
 import enum
 import itertools
+import zlib
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAGIC = 0x6D6F655F61326131  # "moe_a2a1", big endian: the first eight bytes of a window as an int64
 PAGE = 2 * 1024 * 1024  # windows and their row regions are cut in huge pages
 REGION_ALIGN = 4096
@@ -63,6 +65,7 @@ class Mode(enum.IntEnum):
 
     PULL = 0
     PUSH = 1
+    FUSED = 2  # dispatch only: pushed, into the y of the owner
 
 
 class Quant(enum.IntEnum):
@@ -142,7 +145,7 @@ class RecordWord(enum.IntEnum):
     QUANT = 8  # 0 none
     WEIGHT_DTYPE = 9  # DTYPE_CODES, 0 when no weights travel
     TOP_K = 10
-    MODE = 11  # 0 pull, 1 push
+    MODE = 11  # Mode
     PAD_LO = 12  # pad_to of this source as an owner, -1 when exact
     PAD_HI = 13
     ALIGN = 14  # an expert's rows are padded to a multiple of this, 1 when not
@@ -158,6 +161,16 @@ class RecordWord(enum.IntEnum):
     READ_LO = 24  # the source reads nothing of calls up to this one any more
     READ_HI = 25
     ASYNC = 26  # 1 when the source may wait for its rows later than the call
+    GRADIENTS = 27  # bits of Gradient: what the source wants gradients of
+
+
+class Gradient(enum.IntFlag):
+    """What a rank wants gradients of. Backward is collective, so what it does is agreed on in forward."""
+
+    X = 1
+    WEIGHTS = 2  # the routing weights
+    EXPERTS = 4  # the experts' parameters
+    RECOMPUTE = 8  # the fused call: rows aren't kept, so backward dispatches x again
 
 
 class CellWord(enum.IntEnum):
@@ -198,6 +211,7 @@ RECORD_TEXT_BYTES = 480  # room for an abort's text even where E is small
 CELL_BODY_WORDS = 8
 CELL_TEXT_BYTES = 192
 CODE_BLOCK = 32  # portable and line: eight equal int32
+SCALAR_BYTES = 8  # of the widest scalar that backward sends for a pair
 ROW_TAIL = 32  # at most, beside a row: scales that quantising doesn't make room for, alignment and a weight
 
 DTYPE_CODES: dict[torch.dtype, int] = {
@@ -285,11 +299,11 @@ class WindowLayout:
     x_slot_stride: int
     y: int
     y_slot_stride: int
-    row: int
-    row_slot_stride: int
     row_flag: int
     row_flag_slot_stride: int
     row_flag_stride: int
+    row: int
+    row_slot_stride: int
     z: int
     z_slot_stride: int
     total_bytes: int
@@ -323,8 +337,8 @@ class WindowLayout:
             "weight": self.weight,
             "x": self.x,
             "y": self.y,
-            "row": self.row,
             "row_flag": self.row_flag,
+            "row": self.row,
             "z": self.z,
         }
         ends = [*list(starts.values())[1:], self.total_bytes]
@@ -445,8 +459,12 @@ def window_layout(
     # A row that travels has its scales, and a pushed one its weight, behind it.
     x_slot_stride = align_up(max_tokens * align_up(row_bytes + ROW_TAIL, row_align), REGION_ALIGN)
     x = region((source_slots + stage_slots) * x_slot_stride)
-    y_slot_stride = align_up(recv_rows * align_up(row_bytes, row_align), REGION_ALIGN)
+    # Backward sends a scalar for each pair back, which may be wider than a very narrow row.
+    returned_bytes = max(row_bytes, SCALAR_BYTES)
+    y_slot_stride = align_up(recv_rows * align_up(returned_bytes, row_align), REGION_ALIGN)
     y = region(slots * y_slot_stride)
+    row_flag_slot_stride = align_up(recv_rows * row_flag_stride, REGION_ALIGN)
+    row_flag = region(slots * row_flag_slot_stride)
 
     def remote_rows(rows: int, size: int) -> int:
         """Bytes of a slot of rows that other ranks write."""
@@ -454,9 +472,7 @@ def window_layout(
 
     row_slot_stride = remote_rows(recv_rows, row_bytes + ROW_TAIL) if push else 0
     row = region(slots * row_slot_stride)
-    row_flag_slot_stride = align_up(recv_rows * row_flag_stride, REGION_ALIGN) if push else 0
-    row_flag = region(slots * row_flag_slot_stride)
-    z_slot_stride = remote_rows(pairs, row_bytes) if push else 0
+    z_slot_stride = remote_rows(pairs, returned_bytes) if push else 0
     z = region(slots * z_slot_stride)
     return WindowLayout(
         version=LAYOUT_VERSION,
@@ -508,11 +524,11 @@ def window_layout(
         x_slot_stride=x_slot_stride,
         y=y,
         y_slot_stride=y_slot_stride,
-        row=row,
-        row_slot_stride=row_slot_stride,
         row_flag=row_flag,
         row_flag_slot_stride=row_flag_slot_stride,
         row_flag_stride=row_flag_stride,
+        row=row,
+        row_slot_stride=row_slot_stride,
         z=z,
         z_slot_stride=z_slot_stride,
         total_bytes=align_up(position, PAGE),
@@ -556,6 +572,7 @@ class HandleWord(enum.IntEnum):
     GROUP = 16  # which group of this process it belongs to
     ALIGN = 17  # each expert's rows are padded to a multiple of this
     OUT_ROWS = 18  # rows of d.x: ROWS, or pad_to
+    GRADIENTS = 19  # bits of Gradient: what some rank wants gradients of
 
 
 HANDLE_HEADER_WORDS = 20
@@ -624,6 +641,11 @@ class HandleView:
         return self._words[HandleWord.ALIGN]
 
     @property
+    def gradients(self) -> Gradient:
+        """What some rank of the group wants gradients of."""
+        return Gradient(self._words[HandleWord.GRADIENTS])
+
+    @property
     def world_size(self) -> int:
         return self._words[HandleWord.WORLD_SIZE]
 
@@ -673,6 +695,11 @@ class HandleView:
         return self._int32(HandleWord.ROW, self.num_tokens * self.top_k).view(self.num_tokens, self.top_k)
 
 
+def matrix_digest(meta: torch.Tensor) -> int:
+    """31 bits that tell handles' send-count matrices apart; the same on every rank of a call."""
+    return zlib.crc32(HandleView(meta).counts_RE.numpy().tobytes()) & 0x7FFFFFFF
+
+
 def pack_handle(
     *,
     epoch: int,
@@ -690,6 +717,7 @@ def pack_handle(
     group: int = 0,
     align: int = 1,
     out_rows: int | None = None,
+    gradients: int = 0,
 ) -> torch.Tensor:
     """Builds the handle tensor in plain torch (the C++ kernel writes the same words).
 
@@ -725,6 +753,7 @@ def pack_handle(
         HandleWord.GROUP: group,
         HandleWord.ALIGN: align,
         HandleWord.OUT_ROWS: rows if out_rows is None else out_rows,
+        HandleWord.GRADIENTS: gradients,
         HandleWord.COUNTS: words[0],
         HandleWord.OFFSETS: words[1],
         HandleWord.MATRIX: words[2],

@@ -105,12 +105,13 @@ class GroupStats:
     waited_ns: list[int]
     expert_rows: list[int]
     matrix: list[int]
+    expert_order: list[int]
 
 
 def group_stats(name: str) -> GroupStats:
     """Counters of the group of this name."""
     try:
-        epoch, counters, waited, rows, matrix = lib.group_stats(name)
+        epoch, counters, waited, rows, matrix, order = lib.group_stats(name)
     except RuntimeError as error:
         raise_failure(error)
 
@@ -124,6 +125,7 @@ def group_stats(name: str) -> GroupStats:
         waited_ns=int64s(waited),
         expert_rows=int64s(rows),
         matrix=array.array("i", matrix).tolist(),
+        expert_order=array.array("i", order).tolist(),
         **values,
     )
 
@@ -178,6 +180,11 @@ def abort_call(name: str) -> Callable[[int, str], None]:
 def refuse_combine(name: str, handle: torch.Tensor) -> Callable[[int, str], None]:
     """For :func:`raise_failure`: closes the handle; peers that wait for rows of this rank raise ``PeerAborted``."""
     return lambda kind, text: lib.refuse_combine(name, handle.numpy().tobytes(), kind, text)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether products of this type are made in float32 here, because that is faster. MOE_A2A_GEMM=narrow or wide decides."""
+    return dtype in (torch.bfloat16, torch.float16) and bool(lib.widens(1 if dtype == torch.bfloat16 else 0))
 
 
 def cpu_kernels() -> str:

@@ -12,6 +12,7 @@
 #include <string>
 #include <tuple>
 
+#include "experts.h"
 #include "group.h"
 #include "pool.h"
 #include "tensors.h"
@@ -82,16 +83,18 @@ struct DispatchOptions {
   int64_t align = 1;
   int64_t quant = 0;
   bool async = false;
+  int64_t gradients = 0;
+  const char* operation = DISPATCH;
 };
 
-std::string check_options(const DispatchOptions& options, int64_t rank) {
+std::string check_options(const char* operation, const DispatchOptions& options, int64_t rank) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
   if (options.pad_to < -1 || options.pad_to > most)
-    return say("%s: pad_to = %ld on rank %ld; expected 0 to 2**31 - 1, or none", DISPATCH, options.pad_to, rank);
+    return say("%s: pad_to = %ld on rank %ld; expected 0 to 2**31 - 1, or none", operation, options.pad_to, rank);
   if (options.align < 1 || options.align > (1 << 20))
-    return say("%s: align = %ld on rank %ld; expected 1 to 2**20", DISPATCH, options.align, rank);
+    return say("%s: align = %ld on rank %ld; expected 1 to 2**20", operation, options.align, rank);
   if (options.quant < 0 || options.quant > 2)
-    return say("%s: quantisation %ld on rank %ld; expected 0 (none), 1 (int8) or 2 (fp8_e4m3)", DISPATCH, options.quant, rank);
+    return say("%s: quantisation %ld on rank %ld; expected 0 (none), 1 (int8) or 2 (fp8_e4m3)", operation, options.quant, rank);
   return {};
 }
 
@@ -104,27 +107,27 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
   const Dtype dtype = dtype_of(x);
   if (dtype == Dtype::NONE) {
     input->bad_kind = FailureKind::BAD_TYPE;
-    bad = say("%s: x has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", DISPATCH, type_name(x).c_str(), rank);
+    bad = say("%s: x has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", input->operation, type_name(x).c_str(), rank);
     return;
   }
   if (x.dim() != 2) {
-    bad = say("%s: x has shape %s on rank %ld; expected [T, H]", DISPATCH, shape(x).c_str(), rank);
+    bad = say("%s: x has shape %s on rank %ld; expected [T, H]", input->operation, shape(x).c_str(), rank);
     return;
   }
   if (idx.has_value() == routing.has_value()) {
-    bad = say("%s: %s on rank %ld; expected one of them", DISPATCH,
+    bad = say("%s: %s on rank %ld; expected one of them", input->operation,
               idx.has_value() ? "both topk_idx and routing are given" : "neither topk_idx nor routing is given", rank);
     return;
   }
   const int64_t tokens = x.size(0), hidden = x.size(1), width = hidden * itemsize(dtype);
   int64_t top_k = 0;
   if (idx.has_value()) {
-    bad = check_topk_idx(DISPATCH, *idx, rank, &input->bad_kind);
+    bad = check_topk_idx(input->operation, *idx, rank, &input->bad_kind);
     if (!bad.empty()) return;
     top_k = idx->size(1);
   } else if (routing->scalar_type() != ScalarType::Long || routing->dim() != 1 || !routing->is_contiguous()) {
     input->bad_kind = FailureKind::BAD_TYPE;
-    bad = say("%s: routing on rank %ld must be the handle that dispatch returned", DISPATCH, rank);
+    bad = say("%s: routing on rank %ld must be the handle that dispatch returned", input->operation, rank);
     return;
   } else {
     input->routing = static_cast<const int64_t*>(routing->const_data_ptr());
@@ -132,29 +135,29 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
     if (input->routing_words >= HANDLE_HEADER_WORDS) top_k = input->routing[handle_word::TOP_K];
   }
   if (idx.has_value() && idx->size(0) != tokens) {
-    bad = say("%s: x has shape %s and topk_idx %s on rank %ld; both must have the same number of rows T", DISPATCH,
+    bad = say("%s: x has shape %s and topk_idx %s on rank %ld; both must have the same number of rows T", input->operation,
               shape(x).c_str(), shape(*idx).c_str(), rank);
   } else if (tokens > layout[MAX_TOKENS]) {
     bad = say("%s: x has T = %ld rows on rank %ld, the group was made for max_tokens = %ld; dispatch fewer at once or make the "
               "group with more",
-              DISPATCH, tokens, rank, layout[MAX_TOKENS]);
+              input->operation, tokens, rank, layout[MAX_TOKENS]);
   } else if (routing.has_value() && (top_k < 0 || top_k > layout[TOP_K])) {
-    bad = say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", DISPATCH, rank);
+    bad = say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", input->operation, rank);
   } else if (top_k > layout[TOP_K]) {
-    bad = say("%s: topk_idx has K = %ld columns on rank %ld, the group was made for top_k = %ld", DISPATCH, top_k, rank,
+    bad = say("%s: topk_idx has K = %ld columns on rank %ld, the group was made for top_k = %ld", input->operation, top_k, rank,
               layout[TOP_K]);
   } else if (width > layout[ROW_BYTES] || hidden < 1) {
     bad = say("%s: a row of x is %ld x %s = %ld bytes on rank %ld; the group's rows have 1 to %ld bytes (hidden_size x dtype)",
-              DISPATCH, hidden, dtype_name(dtype), width, rank, layout[ROW_BYTES]);
+              input->operation, hidden, dtype_name(dtype), width, rank, layout[ROW_BYTES]);
   } else if (weights.has_value()) {
-    bad = check_weights(DISPATCH, *weights, tokens, top_k, rank, &input->bad_kind);
+    bad = check_weights(input->operation, *weights, tokens, top_k, rank, &input->bad_kind);
   }
-  if (bad.empty()) bad = check_options(options, rank);
+  if (bad.empty()) bad = check_options(input->operation, options, rank);
   // Padding is memory that is written: more than there is must not be found out by the system's killer, nor by this rank alone.
   constexpr int64_t look_from = int64_t{1} << 30;
   if (bad.empty() && options.pad_to > look_from / width && options.pad_to > free_memory() / width) {
     input->bad_kind = FailureKind::OUT_OF_MEMORY;
-    bad = say("%s: pad_to = %ld rows of %ld bytes on rank %ld are more memory than this host has left (%ld bytes)", DISPATCH,
+    bad = say("%s: pad_to = %ld rows of %ld bytes on rank %ld are more memory than this host has left (%ld bytes)", input->operation,
               options.pad_to, width, rank, free_memory());
   }
   if (!bad.empty()) return;
@@ -174,7 +177,9 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
 uint64_t send(Group& group, const Tensor& x, const std::optional<Tensor>& idx, const std::optional<Tensor>& weights,
               const std::optional<Tensor>& routing, const DispatchOptions& options, Tensor* packed) {
   Group::DispatchInput input;
-  *packed = with_packed_columns(DISPATCH, "x", x, group.rank(), &input.bad);
+  input.operation = options.operation;
+  input.gradients = static_cast<int32_t>(options.gradients);
+  *packed = with_packed_columns(options.operation, "x", x, group.rank(), &input.bad);
   if (input.bad.empty()) describe(group, *packed, idx, weights, routing, options, &input);
   else input.bad_kind = FailureKind::OUT_OF_MEMORY;
   if (packed->get() != x.get()) group.count_repacked(true, input.x.rows * input.x.row_bytes);
@@ -213,12 +218,14 @@ Outputs receive(Group& group, uint64_t epoch, bool with_scales) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights,
-                                                std::string group_name, int64_t tag, int64_t pad_to, int64_t align) {
+                                                std::string group_name, int64_t tag, int64_t pad_to, int64_t align,
+                                                int64_t gradients) {
   return guarded([&] {
     const auto group = find_group(group_name);
     const Group::Call call(*group, DISPATCH);
     Tensor packed;
-    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, std::nullopt, {tag, pad_to, align, 0, false}, &packed);
+    const uint64_t epoch =
+        send(*group, x, topk_idx, topk_weights, std::nullopt, {tag, pad_to, align, 0, false, gradients}, &packed);
     const Outputs out = receive(*group, epoch, false);
     return std::make_tuple(out.rows, out.weights, out.handle);
   });
@@ -227,12 +234,14 @@ std::tuple<Tensor, Tensor, Tensor> dispatch_raw(Tensor x, Tensor topk_idx, std::
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_full_raw(Tensor x, std::optional<Tensor> topk_idx,
                                                              std::optional<Tensor> topk_weights, std::optional<Tensor> routing,
                                                              std::string group_name, int64_t tag, int64_t pad_to, int64_t align,
-                                                             int64_t quant) {
+                                                             int64_t quant, int64_t gradients, bool backward) {
   return guarded([&] {
     const auto group = find_group(group_name);
-    const Group::Call call(*group, DISPATCH);
+    const char* operation = backward ? BACKWARD : DISPATCH;
+    const Group::Call call(*group, operation);
     Tensor packed;
-    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, routing, {tag, pad_to, align, quant, false}, &packed);
+    const uint64_t epoch =
+        send(*group, x, topk_idx, topk_weights, routing, {tag, pad_to, align, quant, false, gradients, operation}, &packed);
     const Outputs out = receive(*group, epoch, true);
     return std::make_tuple(out.rows, out.weights, out.scales, out.handle);
   });
@@ -260,12 +269,12 @@ std::pair<int64_t, uint64_t> read_ticket(const char* operation, const Tensor& ti
 
 Tensor dispatch_begin_raw(Tensor x, std::optional<Tensor> topk_idx, std::optional<Tensor> topk_weights,
                           std::optional<Tensor> routing, std::string group_name, int64_t tag, int64_t pad_to, int64_t align,
-                          int64_t quant) {
+                          int64_t quant, int64_t gradients) {
   return guarded([&] {
     const auto group = find_group(group_name);
     const Group::Call call(*group, DISPATCH);
     Tensor packed;
-    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, routing, {tag, pad_to, align, quant, true}, &packed);
+    const uint64_t epoch = send(*group, x, topk_idx, topk_weights, routing, {tag, pad_to, align, quant, true, gradients}, &packed);
     return make_ticket(*group, epoch);
   });
 }
@@ -281,38 +290,66 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_wait_raw(Tensor ticket, std:
   });
 }
 
+// y [N, H] for `received` rows, or why it can't be that.
+void describe_y(const Group& group, const char* operation, const Tensor& y, int64_t received, bool pairs,
+                Group::CombineInput* input) {
+  constexpr int64_t scalar_bytes = 8;  // SCALAR_BYTES of op_host/layout.py
+  const int64_t rank = group.rank(), most = std::max(group.layout()[ROW_BYTES], pairs ? scalar_bytes : 0);
+  input->dtype = dtype_of(y);
+  if (input->dtype == Dtype::NONE) {
+    input->bad_kind = FailureKind::BAD_TYPE;
+    input->bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", operation,
+                       type_name(y).c_str(), rank);
+  } else if (y.dim() != 2 || y.size(0) != received) {
+    input->bad_y = say("%s: y has shape %s on rank %ld; expected [N, H] with N = %ld, the rows of what dispatch returned", operation,
+                       shape(y).c_str(), rank, received);
+  } else if (y.size(1) < 1 || y.size(1) * itemsize(input->dtype) > most) {
+    input->bad_y = say("%s: a row of y is %ld x %s on rank %ld; the group's rows have 1 to %ld bytes", operation, y.size(1),
+                       dtype_name(input->dtype), rank, most);
+  } else {
+    input->hidden = y.size(1);
+    input->y = {static_cast<const char*>(y.const_data_ptr()), received, input->hidden * itemsize(input->dtype),
+                y.stride(0) * itemsize(input->dtype)};
+  }
+}
+
 // What combine is given, checked. Throws where the peers needn't hear of it. Inside a Call.
-void describe_rows(Group& group, const Tensor& y, const Tensor& handle, Tensor* packed, Group::CombineInput* input) {
+void describe_rows(Group& group, const Tensor& y, const Tensor& handle, Tensor* packed, Group::CombineInput* input,
+                   bool pairs = false) {
   const int64_t rank = group.rank();
-  const Layout& layout = group.layout();
   if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
     throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", COMBINE,
                                              rank));
   input->handle = static_cast<const int64_t*>(handle.const_data_ptr());
   input->handle_words = handle.size(0);
   group.check_handle(input->handle, input->handle_words);
-  const int64_t received = input->handle[handle_word::OUT_ROWS];
   *packed = with_packed_columns(COMBINE, "y", y, rank, &input->bad_y);
-  const Tensor& rows = *packed;
-  input->dtype = dtype_of(rows);
   if (!input->bad_y.empty()) {
     input->bad_kind = FailureKind::OUT_OF_MEMORY;
-  } else if (input->dtype == Dtype::NONE) {
-    input->bad_kind = FailureKind::BAD_TYPE;
-    input->bad_y = say("%s: y has dtype %s on rank %ld; expected float32, bfloat16, float16 or float64", COMBINE,
-                       type_name(rows).c_str(), rank);
-  } else if (rows.dim() != 2 || rows.size(0) != received) {
-    input->bad_y = say("%s: y has shape %s on rank %ld; expected [N, H] with N = %ld, the rows of what dispatch returned", COMBINE,
-                       shape(rows).c_str(), rank, received);
-  } else if (rows.size(1) < 1 || rows.size(1) * itemsize(input->dtype) > layout[ROW_BYTES]) {
-    input->bad_y = say("%s: a row of y is %ld x %s on rank %ld; the group's rows have 1 to %ld bytes", COMBINE, rows.size(1),
-                       dtype_name(input->dtype), rank, layout[ROW_BYTES]);
   } else {
-    input->hidden = rows.size(1);
-    input->y = {static_cast<const char*>(rows.const_data_ptr()), received, input->hidden * itemsize(input->dtype),
-                rows.stride(0) * itemsize(input->dtype)};
+    describe_y(group, COMBINE, *packed, input->handle[handle_word::OUT_ROWS], pairs, input);
   }
-  if (rows.get() != y.get()) group.count_repacked(false, input->y.rows * input->y.row_bytes);
+  if (packed->get() != y.get()) group.count_repacked(false, input->y.rows * input->y.row_bytes);
+}
+
+// Weights for a sum of [tokens, top_k] pairs; why they can't be used goes to the input.
+Weights sum_weights(const std::optional<Tensor>& topk_weights, int64_t tokens, int64_t top_k, int64_t rank,
+                    Group::CombineInput* input) {
+  if (!topk_weights.has_value() || !input->bad_y.empty()) return {};
+  input->bad_sum = check_weights(COMBINE, *topk_weights, tokens, top_k, rank, &input->bad_kind);
+  return input->bad_sum.empty() ? weights_view(*topk_weights) : Weights{};
+}
+
+// The output of a combine, or why there is none.
+std::optional<Tensor> sum_output(int64_t tokens, int64_t hidden, Dtype dtype, int64_t rank, Group::CombineInput* input) {
+  if (!input->bad_y.empty() || !input->bad_sum.empty()) return std::nullopt;
+  try {
+    return new_output({tokens, hidden}, scalar_type(dtype), itemsize(dtype));
+  } catch (const std::bad_alloc&) {
+    input->bad_kind = FailureKind::OUT_OF_MEMORY;
+    input->bad_sum = say("%s: no memory on rank %ld for the output [%ld, %ld]", COMBINE, rank, tokens, hidden);
+    return std::nullopt;
+  }
 }
 
 Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, std::string group_name) {
@@ -322,24 +359,66 @@ Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, 
     Group::CombineInput input;
     Tensor packed;
     describe_rows(*group, y, handle, &packed, &input);
-    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K], rank = group->rank();
-    Weights weights{};
-    if (topk_weights.has_value() && input.bad_y.empty()) {
-      input.bad_sum = check_weights(COMBINE, *topk_weights, tokens, top_k, rank, &input.bad_kind);
-      if (input.bad_sum.empty()) weights = weights_view(*topk_weights);
-    }
-    std::optional<Tensor> out;
-    if (input.bad_y.empty() && input.bad_sum.empty()) {
-      try {
-        out = new_output({tokens, input.hidden}, scalar_type(input.dtype), itemsize(input.dtype));
-      } catch (const std::bad_alloc&) {
-        input.bad_kind = FailureKind::OUT_OF_MEMORY;
-        input.bad_sum = say("%s: no memory on rank %ld for the output [%ld, %ld]", COMBINE, rank, tokens, input.hidden);
+    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K];
+    const Weights weights = sum_weights(topk_weights, tokens, top_k, group->rank(), &input);
+    std::optional<Tensor> out = sum_output(tokens, input.hidden, input.dtype, group->rank(), &input);
+    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
+    group->give_rows(epoch, input);
+    group->take_rows(epoch, weights, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()));
+    return *out;
+  });
+}
+
+// [T, K] of a column of values, one for each row: every pair's own, zero where dropped.
+Tensor combine_pairs_raw(Tensor y, Tensor handle, std::string group_name) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, BACKWARD);
+    Group::CombineInput input;
+    Tensor packed;
+    describe_rows(*group, y, handle, &packed, &input, true);
+    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K];
+    std::optional<Tensor> out = sum_output(tokens, top_k * input.hidden, input.dtype, group->rank(), &input);
+    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
+    group->give_rows(epoch, input);
+    group->take_rows(epoch, {}, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()), true);
+    return *out;
+  });
+}
+
+// Opens a call of its own for rows that go with the routing of an older dispatch, and combines them.
+Tensor combine_again_raw(Tensor y, Tensor routing, std::string group_name, int64_t tag, bool pairs) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, BACKWARD);
+    Group::DispatchInput round;
+    round.operation = BACKWARD;
+    round.round = true;
+    round.tag = tag;
+    Group::CombineInput input;
+    Tensor packed;
+    if (routing.scalar_type() != ScalarType::Long || routing.dim() != 1 || !routing.is_contiguous() ||
+        routing.size(0) < HANDLE_HEADER_WORDS) {
+      round.bad_kind = FailureKind::BAD_TYPE;
+      round.bad = say("%s: routing on rank %ld must be the handle that dispatch returned", BACKWARD, group->rank());
+    } else {
+      round.routing = static_cast<const int64_t*>(routing.const_data_ptr());
+      round.routing_words = routing.size(0);
+      packed = with_packed_columns(BACKWARD, "y", y, group->rank(), &round.bad);
+      if (!round.bad.empty()) {
+        round.bad_kind = FailureKind::OUT_OF_MEMORY;
+      } else {
+        describe_y(*group, BACKWARD, packed, round.routing[handle_word::OUT_ROWS], pairs, &input);
+        round.bad = input.bad_y;
+        round.bad_kind = input.bad_kind;
       }
     }
-    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
-    group->give_rows(input);
-    group->take_rows(epoch, weights, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()));
+    const uint64_t epoch = group->open_round(round, input.y.rows);
+    const int64_t tokens = round.routing[handle_word::TOKENS], top_k = round.routing[handle_word::TOP_K];
+    std::optional<Tensor> out =
+        sum_output(tokens, (pairs ? top_k : 1) * input.hidden, input.dtype, group->rank(), &input);
+    group->give_rows(epoch, input);
+    group->take_rows(epoch, {}, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()), pairs);
     return *out;
   });
 }
@@ -352,8 +431,9 @@ Tensor combine_begin_raw(Tensor y, Tensor handle, std::string group_name) {
     input.async = true;
     Tensor packed;
     describe_rows(*group, y, handle, &packed, &input);
-    group->give_rows(input);
-    return make_ticket(*group, static_cast<uint64_t>(input.handle[handle_word::EPOCH]));
+    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
+    group->give_rows(epoch, input);
+    return make_ticket(*group, epoch);
   });
 }
 
@@ -363,23 +443,11 @@ Tensor combine_wait_raw(Tensor ticket, std::optional<Tensor> topk_weights, std::
     const Group::Call call(*group, COMBINE);
     const auto [owner, epoch] = read_ticket(COMBINE, ticket, group->rank());
     const auto shape = group->check_pending_combine(owner, epoch);
-    Weights weights{};
-    std::string bad;
-    FailureKind kind = FailureKind::BAD_VALUE;
-    if (topk_weights.has_value()) {
-      bad = check_weights(COMBINE, *topk_weights, shape.tokens, shape.top_k, group->rank(), &kind);
-      if (bad.empty()) weights = weights_view(*topk_weights);
-    }
-    std::optional<Tensor> out;
-    if (bad.empty()) {
-      try {
-        out = new_output({shape.tokens, shape.hidden}, scalar_type(shape.dtype), itemsize(shape.dtype));
-      } catch (const std::bad_alloc&) {
-        kind = FailureKind::OUT_OF_MEMORY;
-        bad = say("%s: no memory on rank %ld for the output [%ld, %ld]", COMBINE, group->rank(), shape.tokens, shape.hidden);
-      }
-    }
-    group->take_rows(epoch, weights, bad, kind, out.has_value() ? static_cast<char*>(out->mutable_data_ptr()) : nullptr);
+    Group::CombineInput input;
+    const Weights weights = sum_weights(topk_weights, shape.tokens, shape.top_k, group->rank(), &input);
+    std::optional<Tensor> out = sum_output(shape.tokens, shape.hidden, shape.dtype, group->rank(), &input);
+    group->take_rows(epoch, weights, input.bad_sum, input.bad_kind,
+                     out.has_value() ? static_cast<char*>(out->mutable_data_ptr()) : nullptr);
     return *out;
   });
 }
@@ -476,6 +544,270 @@ Tensor window_y(Tensor handle, int64_t hidden, int64_t dtype_code, std::string g
   });
 }
 
+// ------------------------------------------------------------------------------------------------------------ fused
+
+// The bits of an operator's `spec`: activation, and how the parameters are laid out.
+ActivationSpec activation_spec(int64_t spec, double limit, double alpha) {
+  return {static_cast<Activation>(spec & 255), (spec & 256) != 0, (spec & 1024) != 0, limit, alpha};
+}
+
+ExpertParameters expert_parameters(const Tensor& up, const Tensor& down, const std::optional<Tensor>& up_bias,
+                                   const std::optional<Tensor>& down_bias, int64_t spec, double limit, double alpha) {
+  return {up, down, up_bias, down_bias, (spec & 512) != 0, activation_spec(spec, limit, alpha)};
+}
+
+// What a fused call tells the others.
+uint64_t send_fused(Group& group, const Tensor& x, const Tensor& topk_idx, const std::optional<Tensor>& topk_weights, int64_t tag,
+                    int64_t gradients, const ExpertParameters* parameters, Tensor* packed) {
+  Group::DispatchInput input;
+  input.operation = MOE;
+  input.fused = true;
+  input.gradients = static_cast<int32_t>(gradients);
+  DispatchOptions options;
+  options.tag = tag;
+  options.operation = MOE;
+  *packed = with_packed_columns(MOE, "x", x, group.rank(), &input.bad);
+  if (!input.bad.empty()) {
+    input.bad_kind = FailureKind::OUT_OF_MEMORY;
+  } else if (group.layout().line()) {
+    input.bad = say("%s: the line format of group %s has no rows that could be computed in the window", MOE, group.name().c_str());
+  } else {
+    describe(group, *packed, topk_idx, std::nullopt, std::nullopt, options, &input);
+  }
+  if (packed->get() != x.get()) group.count_repacked(true, input.x.rows * input.x.row_bytes);
+  if (input.bad.empty() && topk_weights.has_value())
+    input.bad = check_weights(MOE, *topk_weights, topk_idx.size(0), topk_idx.size(1), group.rank(), &input.bad_kind);
+  if (input.bad.empty() && parameters != nullptr) {
+    bool wrong_type = false;
+    input.bad = Experts::check(*parameters, group.local_end() - group.local_begin(), input.hidden, input.dtype, group.rank(),
+                               &wrong_type);
+    if (!input.bad.empty()) input.bad_kind = wrong_type ? FailureKind::BAD_TYPE : FailureKind::BAD_VALUE;
+  }
+  return group.send_dispatch(input);
+}
+
+// After the call was sent: what of it lives in torch's memory.
+struct FusedCall {
+  uint64_t epoch;
+  Dtype dtype;
+  int64_t rows, hidden;
+  std::optional<Tensor> spill;  // where more rows came than the window holds
+  Tensor handle;
+  Group::ExpertRows experts{};
+};
+
+FusedCall begin_fused(Group& group, uint64_t epoch) {
+  const auto plan = group.meet_dispatch(epoch);
+  try {
+    const Dtype dtype = group.row_type(epoch).dtype;
+    FusedCall call{epoch, dtype, plan.rows, plan.row_bytes / itemsize(dtype), std::nullopt,
+                   new_output({plan.handle_words}, ScalarType::Long, 8)};
+    if (!group.fits(epoch)) call.spill = new_output({call.rows, call.hidden}, scalar_type(dtype), itemsize(dtype));
+    call.experts = group.begin_experts(
+        plan, call.spill.has_value() ? static_cast<char*>(call.spill->mutable_data_ptr()) : nullptr,
+        static_cast<int64_t*>(call.handle.mutable_data_ptr()));
+    return call;
+  } catch (const std::exception& error) {
+    group.give_up(epoch, error.what());
+    throw;
+  }
+}
+
+struct Kept {
+  Tensor rows, hidden;
+};
+
+// Computes the experts as their rows come. keep: with what backward needs.
+Kept compute_experts(Group& group, const FusedCall& call, const ExpertParameters& parameters, bool keep) {
+  try {
+    Experts experts(parameters, call.hidden, call.dtype);
+    keep = keep && group.gradients(call.epoch) != 0;
+    const int64_t row_bytes = call.hidden * itemsize(call.dtype), kept_bytes = experts.width() * itemsize(experts.compute_dtype());
+    Kept kept{new_output({keep ? call.rows : 0, call.hidden}, scalar_type(call.dtype), itemsize(call.dtype)),
+              new_output({keep ? call.rows : 0, experts.width()}, scalar_type(experts.compute_dtype()),
+                         itemsize(experts.compute_dtype()))};
+    auto* rows = static_cast<char*>(kept.rows.mutable_data_ptr());
+    auto* hidden = static_cast<char*>(kept.hidden.mutable_data_ptr());
+    for (int64_t e; (e = group.next_expert(call.epoch)) >= 0;) {
+      const int64_t begin = call.experts.offsets[e], count = call.experts.offsets[e + 1] - begin;
+      char* at = call.experts.rows + begin * call.experts.stride;
+      if (keep)
+        group.copy_out({at, count, row_bytes, call.experts.stride}, rows + begin * row_bytes);
+      experts.compute(e, at, call.experts.stride, count, keep ? hidden + begin * kept_bytes : nullptr);
+    }
+    return kept;
+  } catch (const Failure&) {
+    throw;
+  } catch (const std::exception& error) {
+    // The peers wait for this rank's rows: they hear why there are none, and the group stays usable.
+    const bool memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+    Group::CombineInput refused;
+    refused.bad_kind = memory ? FailureKind::OUT_OF_MEMORY : FailureKind::BAD_VALUE;
+    refused.bad_y = say("%s, call %lu on rank %ld: %s", MOE, call.epoch, group.rank(),
+                        memory ? "no memory for what the experts compute" : error.what());
+    group.give_rows(call.epoch, refused);  // throws
+    throw;
+  }
+}
+
+Tensor combine_fused(Group& group, const FusedCall& call, const std::optional<Tensor>& topk_weights) {
+  const auto* words = static_cast<const int64_t*>(call.handle.const_data_ptr());
+  Group::CombineInput input;
+  input.dtype = call.dtype;
+  input.hidden = call.hidden;
+  input.y = {call.experts.rows, call.rows, call.hidden * itemsize(call.dtype), call.experts.stride};
+  const int64_t tokens = words[handle_word::TOKENS], top_k = words[handle_word::TOP_K];
+  const Weights weights = sum_weights(topk_weights, tokens, top_k, group.rank(), &input);
+  std::optional<Tensor> out = sum_output(tokens, call.hidden, call.dtype, group.rank(), &input);
+  group.give_rows(call.epoch, input);
+  group.take_rows(call.epoch, weights, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()));
+  return *out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> moe_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights, Tensor up,
+                                                   Tensor down, std::optional<Tensor> up_bias, std::optional<Tensor> down_bias,
+                                                   int64_t spec, double limit, double alpha, std::string group_name, int64_t tag,
+                                                   int64_t gradients, bool keep) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, MOE);
+    const ExpertParameters parameters = expert_parameters(up, down, up_bias, down_bias, spec, limit, alpha);
+    Tensor packed;
+    const uint64_t epoch = send_fused(*group, x, topk_idx, topk_weights, tag, gradients, &parameters, &packed);
+    const FusedCall fused = begin_fused(*group, epoch);
+    const Kept kept = compute_experts(*group, fused, parameters, keep);
+    Tensor out = combine_fused(*group, fused, topk_weights);
+    return std::make_tuple(out, kept.rows, kept.hidden, fused.handle);
+  });
+}
+
+// The same in parts. begin returns when this rank's rows are sent.
+std::tuple<Tensor, Tensor> moe_begin_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights, std::string group_name,
+                                         int64_t tag, int64_t gradients) {
+  return guarded([&] {
+    require_deleter(MOE);
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, MOE);
+    Tensor packed;
+    const uint64_t epoch = send_fused(*group, x, topk_idx, topk_weights, tag, gradients, nullptr, &packed);
+    const FusedCall fused = begin_fused(*group, epoch);
+    if (fused.spill.has_value()) return std::make_tuple(*fused.spill, fused.handle);
+    auto owner = std::make_unique<StageOwner>();
+    owner->group = group;
+    owner->window = group->own_window();
+    return std::make_tuple(wrap_window(fused.experts.rows, fused.rows, fused.hidden, fused.dtype, std::move(owner)), fused.handle);
+  });
+}
+
+uint64_t open_epoch(const Group& group, const Tensor& handle) {
+  if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+    throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that begin returned", MOE, group.rank()));
+  const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
+  group.check_handle(words, handle.size(0), MOE);
+  return static_cast<uint64_t>(words[handle_word::EPOCH]);
+}
+
+int64_t moe_next_raw(Tensor handle, std::string group_name) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, MOE);
+    return group->next_expert(open_epoch(*group, handle));
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> moe_finish_raw(Tensor rows, Tensor handle, std::optional<Tensor> topk_weights, Tensor up,
+                                                  Tensor down, std::optional<Tensor> up_bias, std::optional<Tensor> down_bias,
+                                                  int64_t spec, double limit, double alpha, std::string group_name, bool keep) {
+  return guarded([&] {
+    const auto group = find_group(group_name);
+    const Group::Call call(*group, MOE);
+    const uint64_t epoch = open_epoch(*group, handle);
+    const ExpertParameters parameters = expert_parameters(up, down, up_bias, down_bias, spec, limit, alpha);
+    const Dtype dtype = group->row_type(epoch).dtype;
+    if (dtype_of(rows) != dtype || rows.dim() != 2 ||
+        rows.size(0) != static_cast<const int64_t*>(handle.const_data_ptr())[handle_word::OUT_ROWS])
+      throw Failure(FailureKind::BAD_VALUE, say("%s: rows on rank %ld must be the tensor that begin returned", MOE, group->rank()));
+    FusedCall fused{epoch, dtype, rows.size(0), rows.size(1), std::nullopt, handle};
+    if (!group->fits(epoch)) fused.spill = rows;
+    fused.experts = group->expert_rows(epoch, static_cast<char*>(rows.mutable_data_ptr()));
+    bool wrong_type = false;
+    const std::string bad = Experts::check(parameters, group->local_end() - group->local_begin(), fused.hidden, dtype, group->rank(),
+                                           &wrong_type);
+    if (!bad.empty()) {
+      Group::CombineInput refused;
+      refused.bad_kind = wrong_type ? FailureKind::BAD_TYPE : FailureKind::BAD_VALUE;
+      refused.bad_y = bad;
+      group->give_rows(epoch, refused);  // throws
+    }
+    const Kept kept = compute_experts(*group, fused, parameters, keep);
+    Tensor out = combine_fused(*group, fused, topk_weights);
+    return std::make_tuple(out, kept.rows, kept.hidden);
+  });
+}
+
+// An activation forward and backward: hidden [N, W], grad [N, I] -> (act(hidden) [N, I], the gradient of hidden).
+std::tuple<Tensor, Tensor> activation_backward_raw(Tensor hidden, Tensor grad, int64_t spec, double limit, double alpha) {
+  return guarded([&] {
+    const ActivationSpec activation = activation_spec(spec, limit, alpha);
+    const Dtype dtype = dtype_of(hidden);
+    const bool fits = dtype != Dtype::NONE && dtype_of(grad) == dtype && hidden.dim() == 2 && grad.dim() == 2 &&
+                      hidden.is_contiguous() && grad.is_contiguous() && hidden.size(0) == grad.size(0) &&
+                      hidden.size(1) == (activation.gated ? 2 : 1) * grad.size(1);
+    if (!fits)
+      throw Failure(FailureKind::BAD_VALUE, say("%s: hidden %s of %s and its gradient %s of %s don't go together", MOE,
+                                                shape(hidden).c_str(), type_name(hidden).c_str(), shape(grad).c_str(),
+                                                type_name(grad).c_str()));
+    Tensor out = new_output({grad.size(0), grad.size(1)}, scalar_type(dtype), itemsize(dtype));
+    Tensor back = new_output({hidden.size(0), hidden.size(1)}, scalar_type(dtype), itemsize(dtype));
+    row_kernels().activate_backward[static_cast<int>(dtype)](activation, hidden.const_data_ptr(), grad.const_data_ptr(),
+                                                             grad.size(0), grad.size(1), out.mutable_data_ptr(),
+                                                             back.mutable_data_ptr());
+    return std::make_tuple(out, back);
+  });
+}
+
+// The experts alone, on rows that a dispatch returned: rows [N, H] in the order of offsets [E_local + 1] -> (y, first products).
+std::tuple<Tensor, Tensor> experts_raw(Tensor rows, Tensor offsets, Tensor up, Tensor down, std::optional<Tensor> up_bias,
+                                       std::optional<Tensor> down_bias, int64_t spec, double limit, double alpha, bool keep) {
+  return guarded([&] {
+    const ExpertParameters parameters = expert_parameters(up, down, up_bias, down_bias, spec, limit, alpha);
+    const Dtype dtype = dtype_of(rows);
+    const bool shaped = dtype != Dtype::NONE && rows.dim() == 2 && offsets.scalar_type() == ScalarType::Int && offsets.dim() == 1 &&
+                        offsets.is_contiguous() && offsets.size(0) > 0;
+    if (!shaped)
+      throw Failure(FailureKind::BAD_TYPE, say("%s: rows %s of %s and offsets %s of %s; expected rows [N, H] of a float type and "
+                                               "offsets [E_local + 1] int32",
+                                               MOE, shape(rows).c_str(), type_name(rows).c_str(), shape(offsets).c_str(),
+                                               type_name(offsets).c_str()));
+    const int64_t local = offsets.size(0) - 1, hidden = rows.size(1);
+    bool wrong_type = false;
+    const std::string bad = Experts::check(parameters, local, hidden, dtype, 0, &wrong_type);
+    if (!bad.empty()) throw Failure(wrong_type ? FailureKind::BAD_TYPE : FailureKind::BAD_VALUE, bad);
+    const auto* at = static_cast<const int32_t*>(offsets.const_data_ptr());
+    for (int64_t e = 0; e < local; ++e)
+      if (at[e] > at[e + 1] || at[e] < 0 || at[e + 1] > rows.size(0))
+        throw Failure(FailureKind::BAD_VALUE, say("%s: offsets %d and %d of expert %ld aren't rows of %s", MOE, at[e], at[e + 1], e,
+                                                  shape(rows).c_str()));
+    Experts experts(parameters, hidden, dtype);
+    Tensor y = new_output({rows.size(0), hidden}, scalar_type(dtype), itemsize(dtype));
+    Tensor kept = new_output({keep ? rows.size(0) : 0, experts.width()}, scalar_type(experts.compute_dtype()),
+                             itemsize(experts.compute_dtype()));
+    std::string unpacked;
+    const Tensor packed = with_packed_columns(MOE, "rows", rows, -1, &unpacked);
+    if (!unpacked.empty()) throw Failure(FailureKind::OUT_OF_MEMORY, unpacked);
+    const int64_t row_bytes = hidden * itemsize(dtype), kept_bytes = experts.width() * itemsize(experts.compute_dtype());
+    auto* to = static_cast<char*>(y.mutable_data_ptr());
+    auto* first = static_cast<char*>(kept.mutable_data_ptr());
+    const RowsView view{static_cast<const char*>(packed.const_data_ptr()), rows.size(0), row_bytes,
+                        packed.stride(0) * itemsize(dtype)};
+    copy_rows(row_kernels(), view, 0, view.rows, to, row_bytes, false, 0);
+    for (int64_t e = 0; e < local; ++e)
+      if (at[e + 1] > at[e])
+        experts.compute(e, to + at[e] * row_bytes, row_bytes, at[e + 1] - at[e], keep ? first + at[e] * kept_bytes : nullptr);
+    return std::make_tuple(y, kept);
+  });
+}
+
 }  // namespace
 }  // namespace moe_a2a
 
@@ -485,6 +817,14 @@ STABLE_TORCH_LIBRARY_IMPL(moe_a2a, CPU, m) {
   m.impl("dispatch_begin_raw", TORCH_BOX(&moe_a2a::dispatch_begin_raw));
   m.impl("dispatch_wait_raw", TORCH_BOX(&moe_a2a::dispatch_wait_raw));
   m.impl("combine_raw", TORCH_BOX(&moe_a2a::combine_raw));
+  m.impl("combine_pairs_raw", TORCH_BOX(&moe_a2a::combine_pairs_raw));
+  m.impl("combine_again_raw", TORCH_BOX(&moe_a2a::combine_again_raw));
+  m.impl("moe_raw", TORCH_BOX(&moe_a2a::moe_raw));
+  m.impl("moe_begin_raw", TORCH_BOX(&moe_a2a::moe_begin_raw));
+  m.impl("moe_next_raw", TORCH_BOX(&moe_a2a::moe_next_raw));
+  m.impl("moe_finish_raw", TORCH_BOX(&moe_a2a::moe_finish_raw));
+  m.impl("activation_backward_raw", TORCH_BOX(&moe_a2a::activation_backward_raw));
+  m.impl("experts_raw", TORCH_BOX(&moe_a2a::experts_raw));
   m.impl("combine_begin_raw", TORCH_BOX(&moe_a2a::combine_begin_raw));
   m.impl("combine_wait_raw", TORCH_BOX(&moe_a2a::combine_wait_raw));
   m.impl("send_counts", TORCH_BOX(&moe_a2a::send_counts_op));

@@ -26,6 +26,11 @@
 
 namespace moe_a2a {
 
+constexpr const char* DISPATCH = "moe_a2a.dispatch";
+constexpr const char* COMBINE = "moe_a2a.combine";
+constexpr const char* MOE = "moe_a2a.moe";
+constexpr const char* BACKWARD = "moe_a2a (backward)";
+
 // A mapped window; unmapped when the last one who needs it (the group, or a tensor that lies in it) lets go.
 struct Mapping {
   Mapping(char* address, int64_t bytes) : address(address), bytes(bytes) {}
@@ -85,6 +90,7 @@ class Group {
 
   // ---- dispatch, in three steps: send, hear of all, receive. The size of the output is known after the second.
   struct DispatchInput {
+    const char* operation = DISPATCH;  // what the user called, for messages
     std::string bad;         // why the arguments can't be used; empty when they can
     FailureKind bad_kind = FailureKind::BAD_VALUE;
     RowsView x{};
@@ -99,6 +105,9 @@ class Group {
     const int64_t* routing = nullptr;  // the handle of a dispatch whose routing is used again; idx is empty then
     int64_t routing_words = 0;
     bool async = false;      // x, unless it lies in the window, is not looked at again after send_dispatch
+    bool fused = false;      // rows go straight into the owners' y, to be computed there
+    bool round = false;      // no rows: opens a call in which the rows of `routing` are combined again
+    int32_t gradients = 0;   // bits of what this rank wants gradients of
   };
   struct DispatchPlan {
     uint64_t epoch;
@@ -121,6 +130,33 @@ class Group {
   RowType row_type(uint64_t epoch) const {
     return {state(epoch).dtype, static_cast<Quant>(state(epoch).header.quant)};
   }
+  // ---- a round: after meet_dispatch of an input with `round` the call can be combined.
+  // Returns n. `y_rows`: rows of the y that will be given, which must be what the routing's dispatch returned.
+  uint64_t open_round(const DispatchInput& input, int64_t y_rows);
+
+  // ---- the fused call: after meet_dispatch of an input with `fused`, begin_experts, then next_expert until it returns -1, then
+  // combine. Between them rows [offsets[e], offsets[e + 1]) of `rows` are expert e's, and its results may take their places.
+  struct ExpertRows {
+    char* rows;            // in the window, or `spill` where more came than it holds
+    int64_t stride;        // bytes from row to row
+    bool in_window;
+    const int32_t* offsets;  // [E_local + 1]
+  };
+  // Do the rows of a met call fit the window?
+  bool fits(uint64_t epoch) const;
+  int32_t gradients(uint64_t epoch) const { return state(epoch).gradients; }
+  ExpertRows begin_experts(const DispatchPlan& plan, char* spill, int64_t* handle);
+  // The same again for a call that has begun.
+  ExpertRows expert_rows(uint64_t epoch, char* spill) const;
+  // A local expert with rows, all of which are there and which wasn't returned before; -1 when there is none left. Waits while
+  // none is ready.
+  int64_t next_expert(uint64_t epoch);
+  // Copies rows of the window, packed, to memory of the caller.
+  void copy_out(const RowsView& rows, char* to) {
+    counters_.dispatch_out_bytes += copy_rows(kernels_, rows, 0, rows.rows, to, rows.row_bytes, false, 0);
+  }
+  std::shared_ptr<Mapping> own_window() const { return windows_[static_cast<size_t>(rank_)]; }
+
   // Throws HandleExpired unless call `epoch` was sent and isn't received yet.
   void check_pending_dispatch(int64_t group, uint64_t epoch) const;
 
@@ -137,7 +173,7 @@ class Group {
   };
   // Throws HandleExpired or GroupClosed before anything else. Inside a Call, like everything up to here.
   void check_handle(const int64_t* handle, int64_t words, const char* operation = "moe_a2a.combine") const;
-  void give_rows(const CombineInput& input);
+  void give_rows(uint64_t epoch, const CombineInput& input);
   struct CombineShape {
     int64_t tokens, top_k, hidden;
     Dtype dtype;
@@ -145,7 +181,9 @@ class Group {
   // Throws HandleExpired unless the rows of call `epoch` were given and aren't taken yet.
   CombineShape check_pending_combine(int64_t group, uint64_t epoch) const;
   // bad: why this rank can't sum; the peers have its rows, so it raises alone.
-  void take_rows(uint64_t epoch, const Weights& weights, const std::string& bad, FailureKind bad_kind, char* out);
+  // pairs: out is [T, K, H], the rows as they are.
+  void take_rows(uint64_t epoch, const Weights& weights, const std::string& bad, FailureKind bad_kind, char* out,
+                 bool pairs = false);
   int64_t id() const { return group_id_; }
 
   // ---- tensors in the window
@@ -180,6 +218,8 @@ class Group {
   const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
   const std::vector<int32_t>& matrix() const { return matrix_; }
   const std::vector<int64_t>& expert_rows() const { return expert_rows_; }
+  // Local experts in the order in which the last fused call computed them.
+  const std::vector<int32_t>& expert_order() const { return expert_order_; }
 
  private:
   // One call, from its send to the end of its combine. It lives in slot n mod NS; what is decided from it must not hang on a
@@ -198,6 +238,8 @@ class Group {
     Stage stage = Stage::UNUSED;
     std::string failure;
     FailureKind failure_kind = FailureKind::BAD_VALUE;
+    const char* operation = DISPATCH;  // what the user called
+    const char* combining = COMBINE;   // and what takes the rows back
     CallHeader header{};
     int64_t hidden = 0;
     Dtype dtype = Dtype::NONE, weight_dtype = Dtype::NONE;
@@ -214,6 +256,8 @@ class Group {
     std::vector<int64_t> flag_rows;    // [R]: -1 pulls, else pushes with so many rows a flag
     std::vector<int64_t> pads;         // [R]
     int64_t waves = 1;                 // of its pushed rows
+    int32_t gradients = 0;             // what some rank wants
+    std::vector<int32_t> waiting;      // fused: local experts with rows that next_expert hasn't returned
     // combine
     int64_t y_hidden = 0;
     Dtype y_dtype = Dtype::NONE;
@@ -240,6 +284,11 @@ class Group {
   void note_read();
   void send_call(const DispatchInput& input, CallState& call);
   [[noreturn]] void send_abort(CallState& call, FailureKind kind, const std::string& text);
+  void write_handle(const CallState& call, const DispatchPlan& plan, int64_t* handle) const;
+  void finish_dispatch(CallState& call);
+  int64_t leaving_rows(const CallState& call) const;
+  bool expert_here(const CallState& call, int64_t local) const;
+  bool source_here(const CallState& call, int64_t source, int64_t local) const;
   bool choose_push(int64_t bytes, int64_t below, int64_t from, uint64_t epoch, int64_t salt) const;
   std::string read_routing(const DispatchInput& input, CallState& call) const;
   Landing landing(const CallState& call, char* window, int64_t wave, const Run& run, int64_t flag_rows) const;
@@ -335,6 +384,7 @@ class Group {
   Counters counters_{};
   std::vector<int64_t> waited_ns_;
   std::vector<int64_t> expert_rows_;
+  std::vector<int32_t> expert_order_;
 };
 
 inline std::string quant_name(int32_t quant) {
@@ -345,9 +395,6 @@ inline std::string quant_name(int32_t quant) {
     default: return "unknown";
   }
 }
-
-constexpr const char* DISPATCH = "moe_a2a.dispatch";
-constexpr const char* COMBINE = "moe_a2a.combine";
 
 // Do `rows` rows of `row_bytes`, the first at `offset`, lie in begin..end?
 inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t row_bytes, int64_t begin, int64_t end) {

@@ -89,7 +89,7 @@ Group::Giving Group::plan_giving(const CallState& call, const CombineInput& inpu
   const char* slot_begin = own() + layout_.y_at(epoch);
   plan.in_window = y.rows > 0 && y.data >= slot_begin && y.data < slot_begin + layout_[Y_SLOT_STRIDE] &&
                    (y.rows == 1 || y.stride <= std::numeric_limits<int32_t>::max()) &&
-                   rows_fit(y.data - own(), y.stride, y.rows, y.row_bytes, layout_[Y], layout_[ROW]);
+                   rows_fit(y.data - own(), y.stride, y.rows, y.row_bytes, layout_[Y], layout_[ROW_FLAG]);
   int64_t leaves = 0;
   for (int64_t source : all_peers_) leaves += rows_between(call, source, rank_);
   const int64_t bytes = leaves * y.row_bytes;
@@ -190,7 +190,7 @@ void Group::take_combine_wave(CallState& call, int64_t wave) {
   for (int64_t owner : call.holders) {
     if (waves_for(call.totals[static_cast<size_t>(owner)], cap) == 1 || !has_rows_in_wave(call, rank_, owner, wave)) continue;
     if (wave > 0)
-      await_peers({owner}, epoch, COMBINE, phase::COMBINE_WAIT, [&](int64_t peer) {
+      await_peers({owner}, epoch, call.combining, phase::COMBINE_WAIT, [&](int64_t peer) {
         return mark_here(layout_, own(), epoch, Wave::COMBINE_READY, peer, wave + 1);
       });
     at_point("take wave");
@@ -222,7 +222,7 @@ void Group::combine_in_waves(CallState& call, const Giving& plan, std::optional<
       if (wave > 0 && !dropped(Rule::WAVE_IS_READ))
         for (int64_t source : all_peers_)
           if (has_rows_in_wave(call, source, rank_, wave - 1)) readers.push_back(source);
-      await_peers(readers, epoch, COMBINE, phase::COMBINE_WRITE, [&](int64_t source) {
+      await_peers(readers, epoch, call.combining, phase::COMBINE_WRITE, [&](int64_t source) {
         return mark_here(layout_, own(), epoch, Wave::COMBINE_READ, source, wave);
       });
       at_point("give wave");
@@ -244,8 +244,7 @@ void Group::combine_in_waves(CallState& call, const Giving& plan, std::optional<
   call.taken_in_waves = true;
 }
 
-void Group::give_rows(const CombineInput& input) {
-  const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
+void Group::give_rows(uint64_t epoch, const CombineInput& input) {
   CallState& call = state(epoch);
   call.stage = Stage::GIVEN;
   call.y_hidden = input.hidden;
@@ -269,7 +268,7 @@ void Group::give_rows(const CombineInput& input) {
   } catch (const std::bad_alloc&) {
     CombineInput refused = input;
     refused.bad_kind = FailureKind::OUT_OF_MEMORY;
-    refused.bad_y = say("%s: no memory on rank %ld to keep rows of y for later", COMBINE, rank_);
+    refused.bad_y = say("%s: no memory on rank %ld to keep rows of y for later", call.combining, rank_);
     refuse_rows(call, refused);
     close_call(call, refused.bad_kind, refused.bad_y);
   }
@@ -306,7 +305,7 @@ void Group::await_cells(CallState& call) {
   };
   progress(phase::COMBINE_WAIT);
   int64_t refused = -1;
-  await_peers(call.holders, epoch, COMBINE, phase::COMBINE_WAIT, [&](int64_t owner) {
+  await_peers(call.holders, epoch, call.combining, phase::COMBINE_WAIT, [&](int64_t owner) {
     const char* at = own() +
                      (dropped(Rule::OWN_WORDS_FOR_CELLS)
                           ? layout_.record_at(epoch, owner) - layout_[CELL_CODE] + layout_[RECORD_CODE]
@@ -338,7 +337,7 @@ void Group::await_cells(CallState& call) {
     const auto bytes = std::clamp<int64_t>(body_of(refused)[cell_word::TEXT_BYTES], 0, layout_[CELL_TEXT_BYTES]);
     end_with(FailureKind::PEER_ABORTED,
              say("%s, call %lu on rank %ld: rank %ld has no rows to give: %s. The handle is closed; the group stays usable",
-                 COMBINE, epoch, rank_, refused, readable_text(cell + layout_[CELL_TEXT], bytes).c_str()));
+                 call.combining, epoch, rank_, refused, readable_text(cell + layout_[CELL_TEXT], bytes).c_str()));
   }
   for (int64_t owner : call.holders) {
     const int32_t* body = body_of(owner);
@@ -346,19 +345,19 @@ void Group::await_cells(CallState& call) {
       end_with(FailureKind::CALL_MISMATCH,
                say("%s, call %lu on rank %ld: y is %s with H = %ld here and %s with H = %d on rank %ld. The handle is "
                    "closed; the group stays usable",
-                   COMBINE, epoch, rank_, dtype_name(call.y_dtype), call.y_hidden,
+                   call.combining, epoch, rank_, dtype_name(call.y_dtype), call.y_hidden,
                    dtype_name(static_cast<Dtype>(body[cell_word::DTYPE])), body[cell_word::HIDDEN], owner));
     const int64_t total = call.totals[static_cast<size_t>(owner)];
     const bool push = body[cell_word::MODE] == static_cast<int32_t>(Mode::PUSH);
     const int64_t y_offset = get64(body, cell_word::Y_LO), y_stride = body[cell_word::STRIDE];
     const bool fits = push ? pushes()
                            : (total <= cap || !pushes()) &&
-                                 rows_fit(y_offset, y_stride, std::min(total, cap), row_bytes, layout_[Y], layout_[ROW]);
+                                 rows_fit(y_offset, y_stride, std::min(total, cap), row_bytes, layout_[Y], layout_[ROW_FLAG]);
     if (!fits && !dropped(Rule::OWN_WORDS_FOR_CELLS))
       end_with(FailureKind::CALL_MISMATCH,
                say("%s, call %lu on rank %ld: rank %ld's cell places y [%ld, %ld] at byte %ld with %ld bytes from row to row, "
                    "which isn't inside its y region. The handle is closed; the group stays usable",
-                   COMBINE, epoch, rank_, owner, total, call.y_hidden, y_offset, y_stride));
+                   call.combining, epoch, rank_, owner, total, call.y_hidden, y_offset, y_stride));
     const int64_t end = first_expert(owner + 1, experts, ranks);
     for (int64_t e = first_expert(owner, experts, ranks); e < end; ++e) {
       const auto at = static_cast<size_t>(e);
@@ -390,7 +389,8 @@ Group::CombineShape Group::check_pending_combine(int64_t group, uint64_t epoch) 
                           COMBINE, epoch, rank_, epoch_ - epoch, layout_[SLOTS]));
 }
 
-void Group::take_rows(uint64_t epoch, const Weights& weights, const std::string& bad, FailureKind bad_kind, char* out) {
+void Group::take_rows(uint64_t epoch, const Weights& weights, const std::string& bad, FailureKind bad_kind, char* out,
+                      bool pairs) {
   CallState& call = state(epoch);
   call.stage = Stage::CLOSED;  // whatever happens from here on
   if (!bad.empty()) close_call(call, bad_kind, bad);
@@ -402,12 +402,16 @@ void Group::take_rows(uint64_t epoch, const Weights& weights, const std::string&
     term_weights_.resize(top_k);
   }
   const int64_t row_bytes = call.y_hidden * itemsize(call.y_dtype);
-  if (layout_.line()) unlined_.resize(top_k * static_cast<size_t>(row_bytes));
+  if (layout_.line() && !pairs) unlined_.resize(top_k * static_cast<size_t>(row_bytes));
   at_point("before sum");
-  sum_tokens(kernels_, call.y_dtype, call.tokens, call.top_k, call.y_hidden, call.expert.data(), call.slot.data(),
-             call.places.data(), weights, {term_rows_.data(), term_weights_.data(), unlined_.data()}, out);
+  if (pairs) {
+    take_pairs(kernels_, call.tokens, call.top_k, row_bytes, call.expert.data(), call.slot.data(), call.places.data(), out);
+  } else {
+    sum_tokens(kernels_, call.y_dtype, call.tokens, call.top_k, call.y_hidden, call.expert.data(), call.slot.data(),
+               call.places.data(), weights, {term_rows_.data(), term_weights_.data(), unlined_.data()}, out);
+  }
   let_go(call);
-  counters_.combine_out_bytes += call.tokens * row_bytes;
+  counters_.combine_out_bytes += call.tokens * (pairs ? call.top_k : 1) * row_bytes;
   ++counters_.combines;
   write_verdict(layout_, own(), 0);
   progress(phase::IDLE);

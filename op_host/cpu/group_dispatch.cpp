@@ -81,14 +81,17 @@ std::string Group::differs(const CallHeader& mine, const CallHeader& theirs, int
   if (theirs.routing != mine.routing)
     return says("the routing that is used again (its digest)", number(mine.routing), number(theirs.routing));
   // What another process wrote is checked before it is used: a rank must not crash because another one is wrong.
-  const bool push = theirs.mode == static_cast<int32_t>(Mode::PUSH);
-  if ((theirs.mode != static_cast<int32_t>(Mode::PULL) && !(push && pushes())) || theirs.flag_rows < 0)
+  const bool fused = theirs.mode == static_cast<int32_t>(Mode::FUSED);
+  if (fused != (mine.mode == static_cast<int32_t>(Mode::FUSED)))
+    return says("the call", fused ? "dispatch" : MOE, fused ? MOE : "dispatch");
+  const bool push = fused || theirs.mode == static_cast<int32_t>(Mode::PUSH);
+  if ((theirs.mode != static_cast<int32_t>(Mode::PULL) && !fused && !(push && pushes())) || theirs.flag_rows < 0)
     return say("rank %ld's record asks for mode %d with %d rows a flag, which rank %ld doesn't know", peer, theirs.mode,
                theirs.flag_rows, rank_);
   if (theirs.pad_to < -1) return say("rank %ld's record says pad_to = %ld", peer, theirs.pad_to);
   const CallState& call = state(mine.epoch);
   if (theirs.tokens < 0 || theirs.tokens > layout_[MAX_TOKENS] || theirs.top_k < 0 || theirs.top_k > layout_[TOP_K] ||
-      (!push && !rows_fit(theirs.x_offset, theirs.x_stride, theirs.tokens, call.wire.pull_bytes, layout_[X], layout_[Y])))
+      (!push && theirs.kind != kind::ROUND && !rows_fit(theirs.x_offset, theirs.x_stride, theirs.tokens, call.wire.pull_bytes, layout_[X], layout_[Y])))
     return say("rank %ld's record places x [%ld, %ld] at byte %ld with %ld bytes from row to row, which isn't inside its x region",
                peer, theirs.tokens, theirs.hidden, theirs.x_offset, theirs.x_stride);
   return {};
@@ -131,7 +134,7 @@ void Group::judge(CallState& call) {
   const auto refuse = [&](const std::string& why) {
     fail(call, FailureKind::CALL_MISMATCH,
          say("%s, call %lu on rank %ld: the ranks' calls don't go together: %s. Nothing was exchanged; the group stays usable",
-             DISPATCH, epoch, rank_, why.c_str()));
+             call.operation, epoch, rank_, why.c_str()));
   };
   call.flag_rows.resize(static_cast<size_t>(ranks));
   call.pads.resize(static_cast<size_t>(ranks));
@@ -141,18 +144,20 @@ void Group::judge(CallState& call) {
   call.totals.resize(static_cast<size_t>(ranks));
   const bool alone = dropped(Rule::REUSE_HAS_RECORDS) && call.header.routing != 0;
   int64_t late = -1, prompt = -1;  // ranks that wait for their rows later, and at once
+  call.gradients = 0;
   for (int64_t s = 0; s < ranks; ++s) {
     const CallHeader header = s == rank_ || alone ? call.header : read_record(layout_, own(), s, epoch);
     if (header.kind == kind::ABORT)
       return fail(call, FailureKind::PEER_ABORTED,
                   say("%s, call %lu on rank %ld: rank %ld aborted the call: %s. Nothing was exchanged; the group stays usable",
-                      DISPATCH, epoch, rank_, s, record_text(layout_, own(), s, epoch).c_str()));
+                      call.operation, epoch, rank_, s, record_text(layout_, own(), s, epoch).c_str()));
     if (s != rank_ && !alone) {
       const std::string mismatch = differs(call.header, header, s);
       if (!mismatch.empty()) return refuse(mismatch);
     }
     const auto at = static_cast<size_t>(s);
-    const bool push = header.mode == static_cast<int32_t>(Mode::PUSH);
+    const bool push = header.mode != static_cast<int32_t>(Mode::PULL);
+    call.gradients |= header.gradients;
     call.flag_rows[at] = push ? header.flag_rows : -1;
     call.pads[at] = header.pad_to;
     (header.async != 0 ? late : prompt) = s;
@@ -182,12 +187,12 @@ void Group::judge(CallState& call) {
       return fail(call, FailureKind::PAD_TOO_SMALL,
                   say("%s, call %lu on rank %ld: rank %ld would receive %ld rows%s and asked for pad_to = %ld. Nothing was "
                       "exchanged; the group stays usable. Raise pad_to, or leave it out",
-                      DISPATCH, epoch, rank_, owner, total, call.header.align > 1 ? " (with align)" : "", pad));
+                      call.operation, epoch, rank_, owner, total, call.header.align > 1 ? " (with align)" : "", pad));
     if (total > std::numeric_limits<int32_t>::max())
       return fail(call, FailureKind::BAD_VALUE,
                   say("%s, call %lu on rank %ld: rank %ld would receive %ld rows; positions are int32. Dispatch fewer tokens at "
                       "once",
-                      DISPATCH, epoch, rank_, owner, total));
+                      call.operation, epoch, rank_, owner, total));
     call.waves = std::max(call.waves, waves_for(total, layout_[RECV_ROWS]));
   }
   if (std::all_of(call.flag_rows.begin(), call.flag_rows.end(), [](int64_t rows) { return rows < 0; })) call.waves = 1;
@@ -228,8 +233,8 @@ void Group::clear_lap(uint64_t epoch) {
   clear(layout_.cell_at(epoch, 0), ranks, layout_[CELL_STRIDE], layout_[CELL_CODE]);
   clear(layout_.wave_at(epoch, Wave::DISPATCH_READ, 0), layout_[WAVE_SLOT_STRIDE] / layout_[WAVE_STRIDE],
         layout_[WAVE_STRIDE], layout_[WAVE_CODE]);
-  if (!pushes()) return;
   if (layout_.line()) {
+    if (!pushes()) return;
     clear(layout_.row_at(epoch), layout_[ROW_SLOT_STRIDE] / LINE, LINE, LINE_PAYLOAD);
     clear(layout_.z_at(epoch), layout_[Z_SLOT_STRIDE] / LINE, LINE, LINE_PAYLOAD);
   } else {
@@ -265,20 +270,20 @@ std::string Group::read_routing(const DispatchInput& input, CallState& call) con
   namespace w = handle_word;
   const int64_t* handle = input.routing;
   const int64_t experts = layout_[NUM_EXPERTS], ranks = layout_[WORLD_SIZE];
-  const auto changed = [this] {
-    return say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", DISPATCH, rank_);
+  const auto changed = [this, &call] {
+    return say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", call.operation, rank_);
   };
   if (input.routing_words < HANDLE_HEADER_WORDS || handle[w::MAGIC] != HANDLE_MAGIC)
-    return say("%s: routing on rank %ld isn't a handle that moe_a2a.dispatch returned", DISPATCH, rank_);
+    return say("%s: routing on rank %ld isn't a handle that moe_a2a.dispatch returned", call.operation, rank_);
   if (handle[w::GENERATION] != layout_[GENERATION] || handle[w::WORLD_SIZE] != ranks || handle[w::NUM_EXPERTS] != experts ||
       handle[w::RANK] != rank_ || handle[w::GROUP] != group_id_)
-    return say("%s: routing on rank %ld belongs to another group than %s", DISPATCH, rank_, name_.c_str());
+    return say("%s: routing on rank %ld belongs to another group than %s", call.operation, rank_, name_.c_str());
   const int64_t tokens = handle[w::TOKENS], top_k = handle[w::TOP_K];
   if (tokens < 0 || tokens > layout_[MAX_TOKENS] || top_k < 0 || top_k > layout_[TOP_K]) return changed();
   const HandleWords words(tokens * top_k, ranks, experts, local_end_ - local_begin_);
   if (input.routing_words != words.total) return changed();
-  if (input.x.rows != tokens)
-    return say("%s: x has T = %ld rows on rank %ld, the routing that is used again has %ld", DISPATCH, input.x.rows, rank_,
+  if (!input.round && input.x.rows != tokens)
+    return say("%s: x has T = %ld rows on rank %ld, the routing that is used again has %ld", call.operation, input.x.rows, rank_,
                tokens);
   const auto* matrix = reinterpret_cast<const int32_t*>(handle + words.matrix);
   const auto* expert = reinterpret_cast<const int32_t*>(handle + words.expert);
@@ -294,7 +299,7 @@ std::string Group::read_routing(const DispatchInput& input, CallState& call) con
 }
 
 uint64_t Group::send_dispatch(const DispatchInput& input) {
-  enter(DISPATCH);
+  enter(input.operation);
   end_call_before(epoch_ + 1);
   const uint64_t epoch = advance_counter(layout_, own());
   epoch_ = epoch;
@@ -302,13 +307,15 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
   call.epoch = epoch;
   call.stage = Stage::FAILED;  // until its record is out
   call.failure.clear();
-  call.header = new_header(epoch, kind::COUNTS);
+  call.operation = input.operation;
+  call.combining = input.operation == DISPATCH ? COMBINE : input.operation;
+  call.header = new_header(epoch, input.round ? kind::ROUND : kind::COUNTS);
   progress(phase::DISPATCH_PACK);
   try {
     send_call(input, call);
   } catch (const std::bad_alloc&) {
     if (call.stage == Stage::SENT) throw;
-    send_abort(call, FailureKind::OUT_OF_MEMORY, say("%s: no memory on rank %ld to send a call", DISPATCH, rank_));
+    send_abort(call, FailureKind::OUT_OF_MEMORY, say("%s: no memory on rank %ld to send a call", call.operation, rank_));
   }
   progress(phase::DISPATCH_COUNTS);
   return epoch;
@@ -348,12 +355,12 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
         if (id.found)
           bad = say("%s: topk_idx[%ld, %ld] = %ld is outside -1..%ld on rank %ld (num_experts = %ld); ids must be global expert "
                     "ids, or -1 for no expert",
-                    DISPATCH, id.token, id.k, id.value, experts - 1, rank_, experts);
+                    call.operation, id.token, id.k, id.value, experts - 1, rank_, experts);
       }
       if (!bad.empty()) bad_kind = FailureKind::BAD_VALUE;
     } catch (const std::bad_alloc&) {
       call.slot = {};
-      bad = say("%s: no memory on rank %ld to sort the pairs of %ld tokens", DISPATCH, rank_, input.x.rows);
+      bad = say("%s: no memory on rank %ld to sort the pairs of %ld tokens", call.operation, rank_, input.x.rows);
       bad_kind = FailureKind::OUT_OF_MEMORY;
     }
   }
@@ -384,22 +391,24 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
   header.pad_to = input.pad_to;
   header.async = input.async ? 1 : 0;
   header.align = static_cast<int32_t>(input.align);
+  header.gradients = input.gradients;
+  if (input.round) header.align = static_cast<int32_t>(input.routing[handle_word::ALIGN]);
   if (input.routing != nullptr) header.routing = digest(call.matrix.data(), static_cast<int64_t>(call.matrix.size()));
 
   int64_t leaves = 0;
   for (int64_t e = 0; e < experts; ++e)
     if (e < local_begin_ || e >= local_end_) leaves += call.counts[static_cast<size_t>(e)];
   // A push needs the peers' records, so it would keep a caller waiting who asked not to.
-  const bool push = !input.async && choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below,
+  const bool push = !input.async && !input.fused && choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below,
                                                 tiling_.dispatch_push_from, epoch, 0);
-  header.mode = static_cast<int32_t>(push ? Mode::PUSH : Mode::PULL);
+  header.mode = static_cast<int32_t>(input.fused ? Mode::FUSED : push ? Mode::PUSH : Mode::PULL);
   header.flag_rows = static_cast<int32_t>(push ? tiling_.flag_rows : 0);
 
   // x that lies in the window already is read where it is. Only where the peers will find it so, too: a view that leaves its
   // region, or whose rows are further apart than the record's 32 bits can say, is copied like any other tensor.
   const char* stage_begin = own() + layout_.stage_at(0);
   const char* stage_end = stage_begin + layout_[STAGE_SLOTS] * layout_[X_SLOT_STRIDE];
-  const bool staged = !quantised && input.x.rows > 0 && input.x.data >= stage_begin && input.x.data < stage_end &&
+  const bool staged = !quantised && !input.round && input.x.rows > 0 && input.x.data >= stage_begin && input.x.data < stage_end &&
                       (input.x.rows == 1 || input.x.stride <= std::numeric_limits<int32_t>::max()) &&
                       rows_fit(input.x.data - own(), input.x.stride, input.x.rows, input.x.row_bytes, layout_[X], layout_[Y]);
   call.own = {input.x.data, input.x.stride, call.tokens, reinterpret_cast<const int32_t*>(list), weight_list};
@@ -417,7 +426,7 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
         quantize_rows(quantize, input.x, input.hidden, call.expert.data(), call.top_k, wire, slot, header.x_stride);
     call.own.x = slot;
     call.own.stride = header.x_stride;
-  } else if (!push) {
+  } else if (!push && !input.fused && !input.round) {
     // Without async the own rows are taken from x itself.
     const int64_t begin = input.async ? 0 : local_begin_, end = input.async ? 0 : local_end_;
     counters_.dispatch_in_bytes +=
@@ -468,7 +477,7 @@ void Group::check_pending_dispatch(int64_t group, uint64_t epoch) const {
 Group::DispatchPlan Group::meet_dispatch(uint64_t epoch) {
   CallState& call = state(epoch);
   try {
-    hear(epoch, epoch, DISPATCH);
+    hear(epoch, epoch, call.operation);
   } catch (const Failure&) {
     progress(phase::IDLE);
     throw;
@@ -497,9 +506,12 @@ int64_t Group::rows_between(const CallState& call, int64_t source, int64_t owner
 }
 
 Landing Group::landing(const CallState& call, char* window, int64_t wave, const Run& run, int64_t flag_rows) const {
-  const int64_t stride = layout_.remote_stride(call.wire.push_bytes), at = run.begin - wave * layout_[RECV_ROWS];
+  // In a fused call the owner's y takes the rows: its slot is free for the same reason, and at the same time.
+  const bool fused = call.header.mode == static_cast<int32_t>(Mode::FUSED);
+  const int64_t stride = fused ? layout_.row_stride(call.wire.push_bytes) : layout_.remote_stride(call.wire.push_bytes);
+  const int64_t at = run.begin - wave * layout_[RECV_ROWS];
   char* flags = window + layout_.row_flag_at(call.epoch) + at * layout_[ROW_FLAG_STRIDE];
-  return {window + layout_.row_at(call.epoch) + at * stride,
+  return {window + (fused ? layout_.y_at(call.epoch) : layout_.row_at(call.epoch)) + at * stride,
           layout_.line() ? nullptr : flags,
           stride,
           layout_[ROW_FLAG_STRIDE],
@@ -512,7 +524,7 @@ void Group::push_wave(CallState& call, int64_t wave, bool streaming) {
   for (int64_t owner : all_peers_) {
     if (!has_rows_in_wave(call, rank_, owner, wave)) continue;
     if (wave > 0 && !dropped(Rule::WAVE_IS_READ))
-      await_peers({owner}, call.epoch, DISPATCH, phase::DISPATCH_PUSH, [&](int64_t peer) {
+      await_peers({owner}, call.epoch, call.operation, phase::DISPATCH_PUSH, [&](int64_t peer) {
         return mark_here(layout_, own(), call.epoch, Wave::DISPATCH_READ, peer, wave);
       });
     for_each_run(call, rank_, owner, wave, layout_[RECV_ROWS], [&](int64_t e, int64_t first_row, const Run& run) {
@@ -528,7 +540,7 @@ void Group::take_wave(CallState& call, int64_t wave, bool streaming, const Recei
   for (int64_t source : all_peers_)
     if (call.flag_rows[static_cast<size_t>(source)] >= 0) pushing.push_back(source);
   if (pushing.empty()) return;
-  await_peers(pushing, call.epoch, DISPATCH, phase::DISPATCH_ROWS, [&](int64_t source) {
+  await_peers(pushing, call.epoch, call.operation, phase::DISPATCH_ROWS, [&](int64_t source) {
     const int64_t flag_rows = call.flag_rows[static_cast<size_t>(source)];
     bool here = true;
     for_each_run(call, source, rank_, wave, layout_[RECV_ROWS], [&](int64_t, int64_t, const Run& run) {
@@ -561,20 +573,14 @@ void Group::take_wave(CallState& call, int64_t wave, bool streaming, const Recei
 }
 
 void Group::receive_dispatch(const DispatchPlan& plan, const Received& out, int64_t* handle) {
-  namespace w = handle_word;
   CallState& call = state(plan.epoch);
   const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS], local = local_end_ - local_begin_;
-  const bool push = call.header.mode == static_cast<int32_t>(Mode::PUSH);
+  const bool push = call.header.mode != static_cast<int32_t>(Mode::PULL);
   const bool streaming = plan.rows * plan.row_bytes >= tiling_.streaming_bytes;
   const bool pushed_already = dropped(Rule::RECORDS_BEFORE_ROWS) && push && call.header.routing != 0;
-  int64_t kept = 0, stays = 0;
-  for (int64_t e = 0; e < experts; ++e) {
-    kept += call.counts[static_cast<size_t>(e)];
-    if (e >= local_begin_ && e < local_end_) stays += call.counts[static_cast<size_t>(e)];
-  }
   for (int64_t wave = 0; wave < call.waves; ++wave) {
     if (push && !pushed_already)
-      push_wave(call, wave, (kept - stays) * call.wire.push_bytes >= tiling_.streaming_bytes);
+      push_wave(call, wave, leaving_rows(call) * call.wire.push_bytes >= tiling_.streaming_bytes);
     if (wave == 0) {
       at_point("before gather");
       const Gathered gathered = gather_rows(kernels_, call.matrix.data(), ranks, experts, local_begin_, local_end_,
@@ -582,16 +588,31 @@ void Group::receive_dispatch(const DispatchPlan& plan, const Received& out, int6
       counters_.dispatch_out_bytes += gathered.bytes;
       if (gathered.source >= 0)
         lose({FailureKind::PEER_LOST, gathered.source,
-              say("%s, call %lu on rank %ld: the token list of rank %ld names a token it doesn't have", DISPATCH, plan.epoch,
+              say("%s, call %lu on rank %ld: the token list of rank %ld names a token it doesn't have", call.operation, plan.epoch,
                   rank_, gathered.source)},
              plan.epoch, phase::DISPATCH_ROWS);
     }
     take_wave(call, wave, streaming, out);
   }
-  const int64_t rows = call.totals[static_cast<size_t>(rank_)];
-  if (plan.rows != rows || call.header.align > 1)
+  if (plan.rows != call.totals[static_cast<size_t>(rank_)] || call.header.align > 1)
     zero_padding(call.local_counts.data(), call.offsets.data(), local, plan.rows, call.wire, out);
+  write_handle(call, plan, handle);
+  finish_dispatch(call);
+}
 
+// Rows of this rank's tokens that go to experts of another one.
+int64_t Group::leaving_rows(const CallState& call) const {
+  int64_t rows = 0;
+  for (int64_t e = 0; e < layout_[NUM_EXPERTS]; ++e)
+    if (e < local_begin_ || e >= local_end_) rows += call.counts[static_cast<size_t>(e)];
+  return rows;
+}
+
+// What combine needs of the call, as a tensor's words.
+void Group::write_handle(const CallState& call, const DispatchPlan& plan, int64_t* handle) const {
+  namespace w = handle_word;
+  const int64_t ranks = layout_[WORLD_SIZE], experts = layout_[NUM_EXPERTS], local = local_end_ - local_begin_;
+  const int64_t rows = call.totals[static_cast<size_t>(rank_)];
   const int64_t pairs = call.tokens * call.top_k;
   const HandleWords words(pairs, ranks, experts, local);
   std::memset(handle, 0, HANDLE_HEADER_WORDS * sizeof(int64_t));
@@ -609,6 +630,7 @@ void Group::receive_dispatch(const DispatchPlan& plan, const Received& out, int6
   handle[w::GROUP] = group_id_;
   handle[w::ALIGN] = call.header.align;
   handle[w::OUT_ROWS] = plan.rows;
+  handle[w::GRADIENTS] = call.gradients;
   handle[w::COUNTS] = words.counts;
   handle[w::OFFSETS] = words.offsets;
   handle[w::MATRIX] = words.matrix;
@@ -618,10 +640,7 @@ void Group::receive_dispatch(const DispatchPlan& plan, const Received& out, int6
   auto* offsets = reinterpret_cast<int32_t*>(handle + words.offsets);
   if (local % 2 == 0) offsets[local + 1] = 0;
   std::memcpy(offsets, call.offsets.data(), static_cast<size_t>(local + 1) * 4);
-  for (int64_t e = 0; e < local; ++e) {
-    handle[words.counts + e] = call.local_counts[static_cast<size_t>(e)];
-    expert_rows_[static_cast<size_t>(e)] += call.local_counts[static_cast<size_t>(e)];
-  }
+  for (int64_t e = 0; e < local; ++e) handle[words.counts + e] = call.local_counts[static_cast<size_t>(e)];
   auto* matrix = reinterpret_cast<int32_t*>(handle + words.matrix);
   if (ranks * experts % 2 != 0) matrix[ranks * experts] = 0;
   std::memcpy(matrix, call.matrix.data(), static_cast<size_t>(ranks * experts) * 4);
@@ -633,17 +652,123 @@ void Group::receive_dispatch(const DispatchPlan& plan, const Received& out, int6
     expert[pair] = e;
     row[pair] = e < 0 ? -1 : call.base[static_cast<size_t>(e)] + call.slot[static_cast<size_t>(pair)];
   }
+}
 
+// The rows are with the caller.
+void Group::finish_dispatch(CallState& call) {
+  const int64_t local = local_end_ - local_begin_, leave = leaving_rows(call);
+  int64_t stay = 0, received = 0;
+  for (int64_t e = 0; e < local; ++e) {
+    const int64_t rows = call.local_counts[static_cast<size_t>(e)];
+    expert_rows_[static_cast<size_t>(e)] += rows;
+    received += rows;
+    stay += call.counts[static_cast<size_t>(local_begin_ + e)];
+  }
   call.stage = Stage::OPEN;
   note_read();
   ++counters_.dispatches;
-  counters_.pushes += push ? 1 : 0;
+  counters_.pushes += call.header.mode != static_cast<int32_t>(Mode::PULL) ? 1 : 0;
   counters_.waves += call.waves;
-  counters_.sent_rows += kept - stays;
-  for (int64_t e = 0; e < local; ++e) counters_.received_rows += call.local_counts[static_cast<size_t>(e)];
-  counters_.received_rows -= stays;
+  counters_.sent_rows += leave;
+  counters_.received_rows += received - stay;
   write_verdict(layout_, own(), 0);
   progress(phase::IDLE);
+}
+
+// ------------------------------------------------------------------------------------------------------------- rounds
+
+uint64_t Group::open_round(const DispatchInput& input, int64_t y_rows) {
+  const uint64_t epoch = send_dispatch(input);
+  CallState& call = state(epoch);
+  const DispatchPlan plan = meet_dispatch(epoch);
+  (void)plan;
+  call.stage = Stage::OPEN;
+  note_read();
+  progress(phase::IDLE);
+  // The handle is a tensor, and what it says of the rows is believed only as far as it goes with the matrix.
+  if (y_rows < call.totals[static_cast<size_t>(rank_)]) {
+    CombineInput refused;
+    refused.bad_y = say("%s: routing on rank %ld is a handle that was written to after dispatch returned it", call.operation, rank_);
+    refused.bad_kind = FailureKind::BAD_VALUE;
+    give_rows(epoch, refused);
+  }
+  return epoch;
+}
+
+// -------------------------------------------------------------------------------------------------------- fused calls
+
+bool Group::fits(uint64_t epoch) const { return state(epoch).waves == 1; }
+
+Group::ExpertRows Group::expert_rows(uint64_t epoch, char* spill) const {
+  const CallState& call = state(epoch);
+  if (!fits(epoch)) return {spill, call.wire.data_bytes, false, call.offsets.data()};
+  return {own() + layout_.y_at(epoch), layout_.row_stride(call.wire.push_bytes), true, call.offsets.data()};
+}
+
+Group::ExpertRows Group::begin_experts(const DispatchPlan& plan, char* spill, int64_t* handle) {
+  CallState& call = state(plan.epoch);
+  call.waiting.clear();
+  for (int64_t e = 0; e < local_end_ - local_begin_; ++e)
+    if (call.local_counts[static_cast<size_t>(e)] > 0) call.waiting.push_back(static_cast<int32_t>(e));
+  expert_order_.clear();
+  expert_order_.reserve(call.waiting.size());
+  if (fits(plan.epoch)) {
+    // The peers' first: they may be waiting for them.
+    const bool streaming = leaving_rows(call) * call.wire.push_bytes >= tiling_.streaming_bytes;
+    push_wave(call, 0, streaming);
+    for_each_run(call, rank_, rank_, 0, layout_[RECV_ROWS], [&](int64_t e, int64_t, const Run& run) {
+      counters_.dispatch_out_bytes += push_rows(kernels_, layout_, call.own, call.start[static_cast<size_t>(e)], call.wire,
+                                                false, landing(call, own(), 0, run, 0));
+    });
+    write_handle(call, plan, handle);
+    finish_dispatch(call);
+  } else {
+    receive_dispatch(plan, {spill, nullptr, nullptr}, handle);
+  }
+  return expert_rows(plan.epoch, spill);
+}
+
+bool Group::expert_here(const CallState& call, int64_t local) const {
+  if (call.waves > 1) return true;  // copied out already
+  for (int64_t source : all_peers_)
+    if (!source_here(call, source, local)) return false;
+  return true;
+}
+
+// Are the rows of `source` for a local expert (-1: for all) in the window?
+bool Group::source_here(const CallState& call, int64_t source, int64_t local) const {
+  bool here = true;
+  for_each_run(call, source, rank_, 0, layout_[RECV_ROWS], [&](int64_t e, int64_t, const Run& run) {
+    if (local >= 0 && e != local_begin_ + local) return;
+    here = here && rows_here(layout_, landing(call, own(), 0, run, call.flag_rows[static_cast<size_t>(source)]), call.wire);
+  });
+  return here;
+}
+
+int64_t Group::next_expert(uint64_t epoch) {
+  CallState& call = state(epoch);
+  if (call.waiting.empty()) return -1;
+  size_t found = call.waiting.size();
+  const auto any_here = [&] {
+    for (found = 0; found < call.waiting.size(); ++found)
+      if (dropped(Rule::EXPERT_HAS_ALL_ROWS) || expert_here(call, call.waiting[found])) return true;
+    return false;
+  };
+  if (!any_here()) {
+    progress(phase::DISPATCH_ROWS);
+    bool any = false;
+    await_peers(all_peers_, epoch, call.operation, phase::DISPATCH_ROWS, [&](int64_t source) {
+      any = any || any_here();
+      return any || source_here(call, source, -1);
+    });
+    if (!any) any_here();
+    progress(phase::IDLE);
+  }
+  at_point("expert");
+  const int32_t expert = call.waiting[found];
+  call.waiting.erase(call.waiting.begin() + static_cast<std::ptrdiff_t>(found));
+  expert_order_.push_back(expert);
+  return expert;
 }
 
 void Group::abort_call(FailureKind kind, const std::string& text) {

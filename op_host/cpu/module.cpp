@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "experts.h"
 #include "group.h"
 #include "pool.h"
 #include "window.h"
@@ -210,7 +211,7 @@ PyObject* py_refuse_combine(PyObject*, PyObject* args) {
     input.bad_y = text;
     input.bad_kind = static_cast<FailureKind>(kind);
     group->check_handle(input.handle, input.handle_words);
-    group->give_rows(input);
+    group->give_rows(static_cast<uint64_t>(input.handle[handle_word::EPOCH]), input);
   } catch (const Failure& error) {
     if (error.kind != static_cast<FailureKind>(kind)) failure = error;
   } catch (const std::bad_alloc&) {
@@ -250,6 +251,7 @@ PyObject* py_group_stats(PyObject*, PyObject* args) {
     // Without waiting for a call that is under way: this is what tells where it hangs.
     const Counters counters = group->counters();
     const auto &waited = group->waited_ns(), &rows = group->expert_rows();
+    const auto& order = group->expert_order();
     const auto& matrix = group->matrix();
     const uint64_t epoch = group->epoch();
     const std::vector<int64_t> counts{counters.dispatches,        counters.combines,         counters.dispatch_in_bytes,
@@ -257,8 +259,8 @@ PyObject* py_group_stats(PyObject*, PyObject* args) {
                                       counters.sent_rows,         counters.received_rows,
                                       counters.dispatch_push_bytes, counters.combine_push_bytes, counters.pushes,
                                       counters.waves};
-    return Py_BuildValue("KNNNN", static_cast<unsigned long long>(epoch), as_bytes(counts), as_bytes(waited), as_bytes(rows),
-                         as_bytes(matrix));
+    return Py_BuildValue("KNNNNN", static_cast<unsigned long long>(epoch), as_bytes(counts), as_bytes(waited), as_bytes(rows),
+                         as_bytes(matrix), as_bytes(order));
   } catch (const Failure& failure) {
     return raise_failure(failure);
   }
@@ -282,6 +284,16 @@ PyObject* py_pool_fill(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_widens(PyObject*, PyObject* args) {
+  int bf16 = 0;
+  if (!PyArg_ParseTuple(args, "p", &bf16)) return nullptr;
+  bool wide = false;
+  Py_BEGIN_ALLOW_THREADS
+  wide = widen_products(bf16 != 0 ? Dtype::BF16 : Dtype::F16);
+  Py_END_ALLOW_THREADS
+  return PyBool_FromLong(wide);
+}
+
 PyMethodDef methods[] = {
     {"map_window", py_map_window, METH_VARARGS, "map_window(fd, bytes, fill, populate=True) -> (window, address, populated, collapsed)"},
     {"view_window", py_view_window, METH_VARARGS, "view_window(address, bytes) -> memoryview"},
@@ -292,7 +304,8 @@ PyMethodDef methods[] = {
     {"refuse_combine", py_refuse_combine, METH_VARARGS, "refuse_combine(name, handle, kind, text)"},
     {"take_failure", py_take_failure, METH_NOARGS, "take_failure() -> (kind, text) or None"},
     {"take_interrupt", py_take_interrupt, METH_NOARGS, "take_interrupt() -> exception or None"},
-    {"group_stats", py_group_stats, METH_VARARGS, "group_stats(name) -> (epoch, counters, waited_ns, expert_rows, matrix)"},
+    {"group_stats", py_group_stats, METH_VARARGS, "group_stats(name) -> (epoch, counters, waited_ns, expert_rows, matrix, expert_order)"},
+    {"widens", py_widens, METH_VARARGS, "widens(bf16) -> are products of bf16 (else fp16) made in float"},
     {"cpu_kernels", py_cpu_kernels, METH_NOARGS, "cpu_kernels() -> name of the instruction set in use"},
     {"pool_stats", py_pool_stats, METH_NOARGS, "pool_stats() -> (held_bytes, kept_bytes, takes, reused)"},
     {"pool_fill", py_pool_fill, METH_VARARGS, "pool_fill(byte): fill every block handed out (tests); -1: don't"},

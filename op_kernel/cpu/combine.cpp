@@ -76,4 +76,22 @@ void sum_tokens(const RowKernels& kernels, Dtype dtype, int64_t tokens, int64_t 
   }
 }
 
+void take_pairs(const RowKernels& kernels, int64_t tokens, int64_t top_k, int64_t row_bytes, const int32_t* expert,
+                const int32_t* slot, const Place* places, char* out) {
+  for (int64_t pair = 0; pair < tokens * top_k; ++pair) {
+    char* to = out + pair * row_bytes;
+    if (expert[pair] < 0) {
+      std::memset(to, 0, static_cast<size_t>(row_bytes));
+      continue;
+    }
+    const Place& place = places[expert[pair]];
+    const char* row = place.rows + slot[pair] * place.stride;
+    if (place.lines) {
+      get_lines(to, row, 0, row_bytes);
+    } else {
+      kernels.copy(to, row, static_cast<size_t>(row_bytes));
+    }
+  }
+}
+
 }  // namespace moe_a2a

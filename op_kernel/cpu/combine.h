@@ -43,4 +43,10 @@ struct SumScratch {
 void sum_tokens(const RowKernels& kernels, Dtype dtype, int64_t tokens, int64_t top_k, int64_t hidden, const int32_t* expert,
                 const int32_t* slot, const Place* places, const Weights& weights, const SumScratch& scratch, char* out);
 
+// out [T, K, row_bytes]: the row of every pair as it is, zeros where dropped. Of the same arguments as sum_tokens.
+//
+// Example, T = 1, K = 3, rows of one float: expert {0, -1, 1} with rows {5} and {7} -> {5, 0, 7}.
+void take_pairs(const RowKernels& kernels, int64_t tokens, int64_t top_k, int64_t row_bytes, const int32_t* expert,
+                const int32_t* slot, const Place* places, char* out);
+
 }  // namespace moe_a2a

@@ -39,6 +39,7 @@ enum class Rule : int {
   WAVE_MARK_HAS_CODE,         // a watermark counts only with the code of its call
   MARK_BEFORE_WAVE_CODE,      // and is written before it
   RECORDS_ARE_WHOLE,          // in lines: a short record has all lines of a long one
+  EXPERT_HAS_ALL_ROWS,        // a fused call computes an expert only when the rows of all sources are there
   LOST_PEER_IS_MISSING,       // a peer that left or ended is a loss only while this rank still misses something of it
 };
 

@@ -58,11 +58,11 @@ enum LayoutParam : int {
   X_SLOT_STRIDE,
   Y,
   Y_SLOT_STRIDE,
-  ROW,
-  ROW_SLOT_STRIDE,
   ROW_FLAG,
   ROW_FLAG_SLOT_STRIDE,
   ROW_FLAG_STRIDE,
+  ROW,
+  ROW_SLOT_STRIDE,
   Z,
   Z_SLOT_STRIDE,
   TOTAL_BYTES,
@@ -70,7 +70,7 @@ enum LayoutParam : int {
 };
 
 enum class Format : int64_t { COMPACT = 0, PORTABLE = 1, LINE = 2 };
-enum class Mode : int32_t { PULL = 0, PUSH = 1 };
+enum class Mode : int32_t { PULL = 0, PUSH = 1, FUSED = 2 };
 enum class Wave : int { DISPATCH_READ = 0, COMBINE_READY = 1, COMBINE_READ = 2 };
 
 namespace kind {
@@ -120,6 +120,7 @@ enum RecordWord : int {
   READ_LO = 24,
   READ_HI = 25,
   ASYNC = 26,
+  GRADIENTS = 27,
 };
 }
 namespace cell_word {
@@ -152,6 +153,7 @@ enum HandleWord : int {
   GROUP = 16,
   ALIGN = 17,
   OUT_ROWS = 18,
+  GRADIENTS = 19,
 };
 }
 

@@ -37,6 +37,7 @@ struct CallHeader {
   int64_t routing;
   uint64_t read;
   int32_t async;
+  int32_t gradients;
 };
 
 // The most whole UTF-8 characters of `text` that fit into `bytes`.

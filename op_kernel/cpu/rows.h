@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "activation.h"
 #include "layout.h"
 #include "quantize.h"
 
@@ -26,6 +27,10 @@ struct RowKernels {
   float (*half_to_float)(uint16_t value);
   WeightedSum weighted_sum[5];  // by Dtype
   QuantizeRow quantize[3][5];   // by Quant and Dtype; null where there is nothing to do
+  Activate activate[5];         // by Dtype
+  ActivateBackward activate_backward[5];
+  AddBias add_bias[5];
+  Convert convert[5][5];        // to, from
 };
 
 // The best one this CPU runs; MOE_A2A_CPU=portable in the environment takes the plain one.

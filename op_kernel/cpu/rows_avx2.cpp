@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "rows.h"
@@ -34,6 +35,8 @@ inline uint16_t store_one(float value) { return _cvtss_sh(value, _MM_FROUND_TO_N
 #include "rows.inc"
 
 #include "quantize.inc"
+
+#include "activation.inc"
 
 void copy(char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); }
 
@@ -73,6 +76,14 @@ const RowKernels& avx2_row_kernels() {
         avx2::to_int8<avx2::F16Rows>, avx2::to_int8<avx2::F64AsF32Rows>},
        {nullptr, avx2::to_fp8_e4m3<avx2::F32Rows>, avx2::to_fp8_e4m3<avx2::Bf16Rows>,
         avx2::to_fp8_e4m3<avx2::F16Rows>, avx2::to_fp8_e4m3<avx2::F64AsF32Rows>}},
+      {nullptr, avx2::activate<avx2::F32Rows>, avx2::activate<avx2::Bf16Rows>, avx2::activate<avx2::F16Rows>, avx2::activate<avx2::F64Rows>},
+      {nullptr, avx2::activate_backward<avx2::F32Rows>, avx2::activate_backward<avx2::Bf16Rows>, avx2::activate_backward<avx2::F16Rows>, avx2::activate_backward<avx2::F64Rows>},
+      {nullptr, avx2::add_bias<avx2::F32Rows>, avx2::add_bias<avx2::Bf16Rows>, avx2::add_bias<avx2::F16Rows>, avx2::add_bias<avx2::F64Rows>},
+      {{},
+       {nullptr, avx2::convert<avx2::F32Rows, avx2::F32Rows>, avx2::convert<avx2::F32Rows, avx2::Bf16Rows>, avx2::convert<avx2::F32Rows, avx2::F16Rows>, avx2::convert<avx2::F32Rows, avx2::F64Rows>},
+       {nullptr, avx2::convert<avx2::Bf16Rows, avx2::F32Rows>, avx2::convert<avx2::Bf16Rows, avx2::Bf16Rows>, avx2::convert<avx2::Bf16Rows, avx2::F16Rows>, avx2::convert<avx2::Bf16Rows, avx2::F64Rows>},
+       {nullptr, avx2::convert<avx2::F16Rows, avx2::F32Rows>, avx2::convert<avx2::F16Rows, avx2::Bf16Rows>, avx2::convert<avx2::F16Rows, avx2::F16Rows>, avx2::convert<avx2::F16Rows, avx2::F64Rows>},
+       {nullptr, avx2::convert<avx2::F64Rows, avx2::F32Rows>, avx2::convert<avx2::F64Rows, avx2::Bf16Rows>, avx2::convert<avx2::F64Rows, avx2::F16Rows>, avx2::convert<avx2::F64Rows, avx2::F64Rows>}},
   };
   return kernels;
 }

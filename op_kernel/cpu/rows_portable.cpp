@@ -1,4 +1,5 @@
 // Rows in plain C++ with 16-byte compiler vectors: what runs on a CPU nobody wrote a special file for, aarch64 included.
+#include <cmath>
 #include <cstring>
 
 #include "rows.h"
@@ -71,6 +72,8 @@ void store(uint16_t* at, F32V value) {
 
 #include "quantize.inc"
 
+#include "activation.inc"
+
 void copy(char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); }
 void fence() {}
 
@@ -90,6 +93,14 @@ const RowKernels& portable_row_kernels() {
         portable::to_int8<portable::F16Rows>, portable::to_int8<portable::F64AsF32Rows>},
        {nullptr, portable::to_fp8_e4m3<portable::F32Rows>, portable::to_fp8_e4m3<portable::Bf16Rows>,
         portable::to_fp8_e4m3<portable::F16Rows>, portable::to_fp8_e4m3<portable::F64AsF32Rows>}},
+      {nullptr, portable::activate<portable::F32Rows>, portable::activate<portable::Bf16Rows>, portable::activate<portable::F16Rows>, portable::activate<portable::F64Rows>},
+      {nullptr, portable::activate_backward<portable::F32Rows>, portable::activate_backward<portable::Bf16Rows>, portable::activate_backward<portable::F16Rows>, portable::activate_backward<portable::F64Rows>},
+      {nullptr, portable::add_bias<portable::F32Rows>, portable::add_bias<portable::Bf16Rows>, portable::add_bias<portable::F16Rows>, portable::add_bias<portable::F64Rows>},
+      {{},
+       {nullptr, portable::convert<portable::F32Rows, portable::F32Rows>, portable::convert<portable::F32Rows, portable::Bf16Rows>, portable::convert<portable::F32Rows, portable::F16Rows>, portable::convert<portable::F32Rows, portable::F64Rows>},
+       {nullptr, portable::convert<portable::Bf16Rows, portable::F32Rows>, portable::convert<portable::Bf16Rows, portable::Bf16Rows>, portable::convert<portable::Bf16Rows, portable::F16Rows>, portable::convert<portable::Bf16Rows, portable::F64Rows>},
+       {nullptr, portable::convert<portable::F16Rows, portable::F32Rows>, portable::convert<portable::F16Rows, portable::Bf16Rows>, portable::convert<portable::F16Rows, portable::F16Rows>, portable::convert<portable::F16Rows, portable::F64Rows>},
+       {nullptr, portable::convert<portable::F64Rows, portable::F32Rows>, portable::convert<portable::F64Rows, portable::Bf16Rows>, portable::convert<portable::F64Rows, portable::F16Rows>, portable::convert<portable::F64Rows, portable::F64Rows>}},
   };
   return kernels;
 }

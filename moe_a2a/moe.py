@@ -1,0 +1,588 @@
+"""The fused operator: dispatch, experts and combine in one call.
+
+Every rank writes its rows straight into the windows of their owners, an expert is computed in the window as soon as the rows of all
+sources are there, and the results leave from the window: each row is written once and read once.
+
+Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows, I inner, W = 2 I with a gate, else I.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import _ops, errors
+from .backward import (
+    agreed,
+    attach,
+    dispatch_backward,
+    return_again,
+    return_rows,
+    send_again,
+    wanted,
+    wide,
+)
+from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
+from .group import EPGroup, find_group
+from .op_host import native
+from .op_host.experts import ACTIVATIONS, Spec
+from .op_host.layout import DTYPE_CODES, Format, Gradient, HandleView
+
+_moe = torch.ops.moe_a2a.moe.default
+_moe_raw = torch.ops.moe_a2a.moe_raw.default
+_begin_raw = torch.ops.moe_a2a.moe_begin_raw.default
+_next_raw = torch.ops.moe_a2a.moe_next_raw.default
+_finish_raw = torch.ops.moe_a2a.moe_finish_raw.default
+_experts_raw = torch.ops.moe_a2a.experts_raw.default
+_activation_backward_raw = torch.ops.moe_a2a.activation_backward_raw.default
+_combine_raw = torch.ops.moe_a2a.combine_raw.default
+_dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
+
+_OPERATION = "moe_a2a.moe"
+
+ExpertFn = Callable[[Tensor, int], Tensor]
+"""What :func:`moe_apply` is given: (rows [n, H], local expert) -> results [n, H']."""
+
+
+def _fuses(group: EPGroup) -> bool:
+    """Whether rows can be computed where they arrive: not over torch.distributed, and not cut in lines."""
+    return group._exchange is None and group.layout.format != Format.LINE
+
+
+class _Call:
+    """A fused call's arguments, and what is left to do when its results are there."""
+
+    __slots__ = (
+        "alpha",
+        "code",
+        "gradients",
+        "group",
+        "keep",
+        "limit",
+        "parameters",
+        "recorded",
+        "tag",
+        "weights",
+        "x",
+    )
+
+    def __init__(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        parameters: tuple[Tensor | None, ...],
+        spec: tuple[int, float, float],
+        group: EPGroup,
+        tag: int,
+        gradients: int,
+        keep: bool,
+    ) -> None:
+        self.x = x
+        self.weights = weights
+        self.parameters = parameters
+        self.code, self.limit, self.alpha = spec
+        self.group = group
+        self.tag = tag
+        self.gradients = gradients
+        self.keep = keep
+        self.recorded = torch.is_grad_enabled()
+
+    @property
+    def experts(self) -> tuple[Any, ...]:
+        """As operators take them."""
+        return (*self.parameters, self.code, self.limit, self.alpha)
+
+    def run(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of it: (out, rows, hidden, handle), as the operator returns them."""
+        group = self.group
+        if _fuses(group):
+            return _moe_raw(  # type: ignore[no-any-return]
+                self.x, topk_idx, self.weights, *self.experts, group.name, self.tag, self.gradients, self.keep
+            )
+        if group._exchange is not None:
+            rows, _, _, meta = group._exchange.dispatch(
+                self.x, topk_idx, None, None, self.tag, -1, 1, 0, self.gradients
+            )
+        else:
+            rows, _, meta = _dispatch_raw(self.x, topk_idx, None, group.name, self.tag, -1, 1, self.gradients)
+        view = HandleView(meta)
+        keep = self.keep and bool(view.gradients)
+        try:
+            y, hidden = _experts_raw(rows, view.offsets, *self.experts, keep)
+        except RuntimeError as error:
+            _refuse_rows(group, meta, error)
+            raise
+        if group._exchange is not None:
+            out = group._exchange.combine(y, meta, self.weights)
+        else:
+            out = _combine_raw(y, meta, self.weights, group.name)
+        return out, rows if keep else rows[:0].clone(), hidden, meta
+
+    def finish(self, rows: Tensor, meta: Tensor) -> Tensor:
+        """The second half of a call that has begun."""
+        try:
+            out, kept, hidden = _finish_raw(
+                rows, meta, self.weights, *self.experts, self.group.name, self.keep
+            )
+        except RuntimeError as error:
+            self.group._check_open(_OPERATION)
+            native.raise_failure(error, f"{_OPERATION}: {error}")
+        self.record(out, kept, hidden, meta)
+        return out  # type: ignore[no-any-return]
+
+    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> None:
+        """Gives the result its gradients, if some rank wants any."""
+        if not self.recorded or not (self.gradients or HandleView(meta).gradients):
+            return
+        name, tag, spec = self.group.name, self.tag, (self.code, self.limit, self.alpha)
+
+        def backward(saved: Any, needs: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor | None]:
+            x, *others, rows, hidden, handle, _ = saved
+            return _moe_backward(
+                grad_out, x, *others, *spec, rows, hidden, handle, name, tag, list(needs[1:6])
+            )
+
+        x = None if self.keep else _ops.lasting(self.x, name)
+        inputs = (self.x, self.weights, *self.parameters)
+        saved = (x, *inputs[1:], rows, hidden, meta, _ops.seal(meta))
+        attach(backward, inputs, saved, [out])
+
+
+def _refuse_rows(group: EPGroup, meta: Tensor, error: Exception) -> None:
+    """Tells the ranks that wait for this one's rows why there are none."""
+    text = f"{_OPERATION}: on rank {group.rank}: {error}"
+    if group._exchange is not None:
+        with contextlib.suppress(errors.MoeA2AError):
+            group._exchange.combine(torch.empty(0), meta, None)
+        return
+    with contextlib.suppress(RuntimeError):
+        native.refuse_combine(group.name, meta)(1, text)
+
+
+class PendingMoe(_Pending[Tensor]):
+    """A fused call under way: what ``moe(..., async_op=True)`` returns. ``wait()`` computes the experts and combines."""
+
+    __slots__ = ("_begun", "_beside", "_call")
+
+    def __init__(
+        self,
+        group: EPGroup,
+        call: _Call,
+        begun: tuple[Tensor, Tensor] | None,
+        beside: Tensor | None,
+        done: Tensor | None = None,
+    ) -> None:
+        super().__init__(group, None, done)
+        self._call: _Call | None = call
+        self._begun = begun
+        self._beside = beside
+
+    def _finish(self) -> Tensor:
+        assert self._call is not None and self._begun is not None
+        (rows, meta), call, self._begun, self._call = self._begun, self._call, None, None
+        out = call.finish(rows, meta)
+        return out if self._beside is None else out + self._beside
+
+
+@overload
+def moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    group: EPGroup,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    recompute: bool = False,
+    async_op: Literal[False] = False,
+    tag: str | int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    group: EPGroup,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    recompute: bool = False,
+    async_op: Literal[True],
+    tag: str | int | None = None,
+) -> PendingMoe: ...
+
+
+def moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    group: EPGroup,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    recompute: bool = False,
+    async_op: bool = False,
+    tag: str | int | None = None,
+) -> Tensor | PendingMoe:
+    """Sends tokens to their experts, computes these and sums the results. Collective: every rank of the group calls it.
+
+    ``out[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t])`` with
+    ``expert(x) = (act(gate) * up + ...) @ down.T + down_bias`` where ``gate, up`` are the halves of ``x @ gate_up.T + gate_up_bias``.
+
+    An expert is computed as soon as the rows of all ranks for it are there, and waits for no other expert's rows. With
+    gradients, x, topk_weights and all parameters get theirs; experts without rows get zeros. Gradients are collective as the call
+    is: if any rank wants some, all take part, also one on which everything is frozen; every rank must run backward then. They
+    are those of the sum over all ranks' losses, so a parameter's aren't divided by R.
+
+    Args:
+        x: [T, H] float32, bfloat16, float16 or float64, any strides.
+        topk_idx: [T, K] int32 or int64, global expert ids, -1 for no expert.
+        topk_weights: [T, K] of a float type, or None for a plain sum.
+        gate_up_proj: [E_local, W, H], this rank's experts (``group.local_experts``); [E_local, H, W] when ``transposed``. Of x's
+            dtype, or float32 with x in a 16-bit type.
+        down_proj: [E_local, H, I]; [E_local, I, H] when ``transposed``.
+        group: the EPGroup.
+        gate_up_bias, down_bias: [E_local, W] and [E_local, H], or None.
+        activation: "silu", "gelu", "gelu_tanh", "relu", "relu2" (relu squared), or "clamped": gpt-oss' gate, which cuts the gate
+            above ``limit`` and up outside of +-limit, and makes ``gate * sigmoid(alpha * gate) * (up + 1)``.
+        gated: False for experts with one matrix before the activation: W = I, and ``gate_up_proj`` is that matrix.
+        transposed: parameters are [in, out] for each expert.
+        interleaved: gate and up alternate among the W columns, instead of standing side by side.
+        limit, alpha: of "clamped".
+        shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
+        recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
+        async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and combines.
+            x may be written again; up to ``depth`` calls can be under way.
+        tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch``.
+
+    Returns:
+        [T, H] in x's dtype; or :class:`PendingMoe`.
+
+    Raises:
+        What :func:`dispatch` and :func:`combine` raise. BadType, BadValue also for parameters that don't go together; before
+        anything was sent, except with ``async_op`` or ``shared``, where the peers raise PeerAborted when this rank's rows are due.
+    """
+    begun: tuple[Tensor, Tensor] | None = None
+    try:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation = {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+        parameters: tuple[Tensor | None, ...] = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+        if torch.is_autocast_enabled("cpu"):
+            # As torch's own linear layers do.
+            dtype = torch.get_autocast_dtype("cpu")
+            x = x.to(dtype)
+            parameters = tuple(None if value is None else value.to(dtype) for value in parameters)
+        code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
+        tag_id = 0 if tag is None else _tag_id(tag)
+        gradients = int(wanted(x, topk_weights, parameters))
+        spec = (code, float(limit), float(alpha))
+        if torch.compiler.is_compiling():
+            if async_op:
+                raise RuntimeError(_NO_ASYNC_TRACE)
+            # What is kept has as many rows as come, which a graph had better not hold.
+            gradients |= int(Gradient.RECOMPUTE) if gradients else 0
+            out = _moe(x, topk_idx, topk_weights, *parameters, *spec, group.name, tag_id, gradients)[0]
+            return out if shared is None else out + shared(x)
+        if gradients and recompute:
+            gradients |= int(Gradient.RECOMPUTE)
+        keep = torch.is_grad_enabled() and not recompute
+        call = _Call(x, topk_weights, parameters, spec, group, tag_id, gradients, keep)
+        if (shared is not None or async_op) and _fuses(group):
+            begun = _begin_raw(x, topk_idx, topk_weights, group.name, tag_id, gradients)
+        else:
+            out, rows, hidden, meta = call.run(topk_idx)
+    except errors.MoeA2AError:
+        group._check_open(_OPERATION)
+        raise
+    except Exception as error:
+        wrong = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        _fail_call(group, error, _OPERATION, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **wrong)
+    if begun is not None:
+        beside = None
+        if shared is not None:
+            try:
+                beside = shared(x)
+            except BaseException as error:
+                _refuse_rows(group, begun[1], RuntimeError(f"shared raised {type(error).__name__}: {error}"))
+                raise
+        pending = PendingMoe(group, call, begun, beside)
+        return pending if async_op else pending.wait()
+    call.record(out, rows, hidden, meta)
+    if shared is not None:
+        out = out + shared(x)
+    return PendingMoe(group, call, None, None, out) if async_op else out
+
+
+def moe_apply(
+    experts: ExpertFn,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    group: EPGroup,
+    *,
+    parameters: Iterable[Tensor] = (),
+    shared: Callable[[Tensor], Tensor] | None = None,
+    tag: str | int | None = None,
+) -> Tensor:
+    """:func:`moe` with experts of any kind. Collective.
+
+    Args:
+        experts: called with (rows [n, H], local expert) as soon as the rows of all ranks for it are there, and returns [n, H']
+            of a float type, the same H' and dtype for all experts on all ranks. Without gradients the rows lie in the window: it may
+            write to them, and mustn't keep them. With gradients it is called for experts without rows, too, so that their
+            parameters get zeros.
+        x, topk_idx, topk_weights, group, shared, tag: as in :func:`moe`.
+        parameters: what ``experts`` computes with. Needed only where x and topk_weights have no gradients and ``experts`` has some
+            on some ranks: gradients are collective, and so all ranks hear that there will be some.
+
+    Returns:
+        [T, H'] in the dtype of the results.
+
+    Raises:
+        What :func:`dispatch` and :func:`combine` raise, and what ``experts`` raises: the peers then raise PeerAborted.
+    """
+    parts: list[Tensor] = []
+    try:
+        gradients = int(wanted(x, topk_weights, tuple(parameters)))
+        tag_id = 0 if tag is None else _tag_id(tag)
+        fused = _fuses(group)
+        if fused:
+            rows, meta = _begin_raw(x, topk_idx, topk_weights, group.name, tag_id, gradients)
+        elif group._exchange is not None:
+            rows, _, _, meta = group._exchange.dispatch(x, topk_idx, None, None, tag_id, -1, 1, 0, gradients)
+        else:
+            rows, _, meta = _dispatch_raw(x, topk_idx, None, group.name, tag_id, -1, 1, gradients)
+    except errors.MoeA2AError:
+        group._check_open("moe_a2a.moe_apply")
+        raise
+    except Exception as error:
+        _fail_call(group, error, "moe_a2a.moe_apply", tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    handle = Handle(meta, group, x.shape[0])
+    offsets = handle.view.offsets.tolist()
+    local = group.num_local_experts
+    recorded = torch.is_grad_enabled() and bool(gradients or handle.view.gradients)
+    try:
+        beside = None if shared is None else shared(x)
+        if recorded:
+            parts = [x.new_empty(offsets[e + 1] - offsets[e], x.shape[1]) for e in range(local)]
+            _attach_parts(x, parts, meta, group, tag_id)
+        results: dict[int, Tensor] = {}
+        waiting = iter([e for e in range(local) if offsets[e] < offsets[e + 1]])
+        while (expert := _next_expert(group, meta) if fused else next(waiting, -1)) >= 0:
+            arrived = rows[offsets[expert] : offsets[expert + 1]]
+            if recorded:
+                with torch.no_grad():
+                    parts[expert].copy_(arrived)
+            results[expert] = experts(parts[expert] if recorded else arrived, expert)
+        if recorded:
+            for expert in range(local):
+                if expert not in results:
+                    results[expert] = experts(parts[expert], expert)
+        y = _joined(results, rows, offsets, recorded)
+    except errors.MoeA2AError:
+        raise
+    except BaseException as error:
+        _refuse_rows(group, meta, RuntimeError(f"experts raised {type(error).__name__}: {error}"))
+        raise
+    out = combine(y, handle, topk_weights)
+    return out if beside is None else out + beside
+
+
+def _next_expert(group: EPGroup, meta: Tensor) -> int:
+    try:
+        return int(_next_raw(meta, group.name))
+    except RuntimeError as error:
+        group._check_open("moe_a2a.moe_apply")
+        native.raise_failure(error, f"moe_a2a.moe_apply: {error}")
+
+
+def _joined(results: dict[int, Tensor], rows: Tensor, offsets: Sequence[int], recorded: bool) -> Tensor:
+    """The results in the experts' order; in the window, where the rows were, if they are as wide."""
+    ordered = [results[expert] for expert in sorted(results)]
+    if not ordered:
+        return rows
+    if recorded:
+        return torch.cat(ordered)
+    if all(y.dtype == rows.dtype and y.shape[1:] == rows.shape[1:] for y in ordered):
+        for expert, y in results.items():
+            place = rows[offsets[expert] : offsets[expert + 1]]
+            if y.data_ptr() != place.data_ptr() or y.stride() != place.stride():
+                place.copy_(y)
+        return rows
+    return torch.cat(ordered)
+
+
+def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> None:
+    """Makes the rows of each expert, which are filled in later, depend on x."""
+    tokens, name = x.shape[0], group.name
+
+    def backward(saved: Any, needs: Any, *grads: Tensor) -> Sequence[Tensor | None]:
+        grad_rows = torch.cat(grads) if grads else saved[0].new_empty(0, 1)
+        return (dispatch_backward(grad_rows, None, saved[0], tokens, 0, name, tag)[0],)
+
+    attach(backward, (x,), (meta, _ops.seal(meta)), parts)
+
+
+# ------------------------------------------------------------------------------------------------ the differentiable operator
+
+
+def _moe_impl(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    group: str,
+    tag: int = 0,
+    gradients: int = -1,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if gradients < 0:
+        everything = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
+        gradients = int(everything if keep else everything | Gradient.RECOMPUTE)
+    parameters = (up, down, up_bias, down_bias)
+    owner = find_group(group)
+    call = _Call(x, topk_weights, parameters, (spec, limit, alpha), owner, tag, gradients, keep)
+    return call.run(topk_idx)
+
+
+@torch.no_grad()
+def _moe_backward(
+    grad_out: Tensor,
+    x: Tensor | None,
+    topk_weights: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    rows: Tensor,
+    hidden: Tensor,
+    handle: Tensor,
+    group: str,
+    tag: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, topk_weights, up, down, up_bias and down_bias; empty where ``needs`` (all but x's) says so.
+
+    With g the gradient of an expert's results, w the weights of its rows and a the activation's result: ``d = g @ down`` gives
+    the weight's gradient ``<d, a> + <g, down_bias>`` without the results themselves, and ``w * d`` goes on backward.
+    """
+    owner, agreement = find_group(group), agreed(handle)
+    transposed, precise = Spec.of(spec).transposed, wide(grad_out.dtype)
+    compute = torch.float32 if native.widens(up.dtype) else up.dtype
+    kept = hidden.shape[0] > 0 or rows.shape[0] > 0
+    if agreement & Gradient.RECOMPUTE:
+        assert x is not None or kept
+        again, _, _ = send_again(grad_out if x is None else x, None, handle, owner, tag)
+        rows = rows if kept else again
+    grads_NH, weights_N, opened = send_again(grad_out, topk_weights, handle, owner, tag)
+    offsets = HandleView(handle).offsets.tolist()
+    back_NH = _place_for(grads_NH, opened, owner)
+    values_N = grads_NH.new_empty(grads_NH.shape[0], dtype=wide(compute))
+    need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
+
+    def empty_like(value: Tensor | None, need: bool) -> Tensor:
+        return grad_out.new_empty(0) if value is None or not need else torch.empty_like(value)
+
+    grad_up, grad_down = empty_like(up, need_up), empty_like(down, need_down)
+    grad_up_bias, grad_down_bias = empty_like(up_bias, need_up_bias), empty_like(down_bias, need_down_bias)
+    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if begin == end:
+            for grad, need in zip((grad_up, grad_down, grad_up_bias, grad_down_bias), needs[1:], strict=True):
+                if need:
+                    grad[expert].zero_()
+            continue
+        first = up[expert].to(compute)  # [W, H], transposed [H, W]
+        second = down[expert].to(compute)  # [H, I], transposed [I, H]
+        x_nH, g_nH = rows[begin:end].to(compute), grads_NH[begin:end].to(compute)
+        if hidden.shape[0] > 0:
+            h_nW = hidden[begin:end]
+        else:
+            h_nW = x_nH @ (first if transposed else first.T)
+            if up_bias is not None:
+                h_nW += up_bias[expert].to(compute)
+        d_nI = g_nH @ (second.T if transposed else second)
+        if topk_weights is None:
+            a_nI, grad_h_nW = _activation_backward_raw(h_nW, d_nI, spec, limit, alpha)
+            g_down_nH = g_nH
+        else:
+            w_n1 = weights_N[begin:end, None].to(wide(compute))
+            weighted = (d_nI.to(wide(compute)) * w_n1).to(compute)
+            a_nI, grad_h_nW = _activation_backward_raw(h_nW, weighted, spec, limit, alpha)
+            values_N[begin:end] = (d_nI * a_nI).sum(1, dtype=wide(compute))
+            if down_bias is not None:
+                values_N[begin:end] += g_nH.to(wide(compute)) @ down_bias[expert].to(wide(compute))
+            g_down_nH = (g_nH.to(wide(compute)) * w_n1).to(compute) if need_down or need_down_bias else g_nH
+        if need_down:
+            grad_down[expert] = a_nI.T @ g_down_nH if transposed else g_down_nH.T @ a_nI
+        if need_down_bias:
+            grad_down_bias[expert] = g_down_nH.sum(0)
+        if need_up:
+            grad_up[expert] = x_nH.T @ grad_h_nW if transposed else grad_h_nW.T @ x_nH
+        if need_up_bias:
+            grad_up_bias[expert] = grad_h_nW.sum(0)
+        back_NH[begin:end] = grad_h_nW @ (first.T if transposed else first)
+    grad_x = return_rows(back_NH, opened, owner)
+    if topk_weights is None:
+        grad_weights = grad_out.new_empty(0)
+    elif agreement & Gradient.WEIGHTS:
+        grad_weights = return_again(values_N[:, None], handle, owner, tag, True).to(topk_weights.dtype)
+    else:
+        grad_weights = torch.zeros_like(topk_weights)
+    if not need_weights:
+        grad_weights = grad_out.new_empty(0)
+    return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
+
+
+def _place_for(like: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
+    """Rows [N, H] for a combine on this handle: in the window, where there is one and they fit."""
+    if group._exchange is not None:
+        return torch.empty_like(like)
+    code = DTYPE_CODES[like.dtype]
+    return torch.ops.moe_a2a.window_y.default(handle, like.shape[1], code, group.name)  # type: ignore[no-any-return]
+
+
+_ops.LIB.impl("moe", _moe_impl, "CPU")
+_ops.LIB.impl("moe_backward", _moe_backward, "CPU")
