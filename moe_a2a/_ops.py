@@ -365,7 +365,8 @@ def _(
 def seal(handle: Tensor) -> Tensor:
     """An empty tensor whose shape is a digest of the call's send-count matrix.
 
-    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward routed in another way:
+    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward routed in another
+    way:
     torch compares the shapes of what both saved.
     """
     if isinstance(handle, FakeTensor) or type(handle) is not Tensor:

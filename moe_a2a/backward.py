@@ -93,7 +93,7 @@ def attach(
         outputs: float tensors without a graph.
     """
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    _Attach.apply(backward, len(inputs) + 1, len(saved), *inputs, anchor, *saved, *outputs)  # type: ignore[no-untyped-call]
+    _Attach.apply(backward, len(inputs) + 1, len(saved), *inputs, anchor, *saved, *outputs)
 
 
 def attach_dispatch(

@@ -1,7 +1,7 @@
 """The fused operator: dispatch, experts and combine in one call.
 
-Every rank writes its rows straight into the windows of their owners, an expert is computed in the window as soon as the rows of all
-sources are there, and the results leave from the window: each row is written once and read once.
+Every rank writes its rows straight into the windows of their owners, an expert is computed in the window as soon as the rows
+of all sources are there, and the results leave from the window: each row is written once and read once.
 
 Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows, I inner, W = 2 I with a gate, else I.
 """
@@ -142,9 +142,9 @@ class _Call:
         name, tag, spec = self.group.name, self.tag, (self.code, self.limit, self.alpha)
 
         def backward(saved: Any, needs: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor | None]:
-            x, *others, rows, hidden, handle, _ = saved
+            *tensors, rows, hidden, handle, _ = saved
             return _moe_backward(
-                grad_out, x, *others, *spec, rows, hidden, handle, name, tag, list(needs[1:6])
+                *(grad_out, *tensors, *spec, rows, hidden, handle, name, tag, list(needs[1:6]))
             )
 
         x = None if self.keep else _ops.lasting(self.x, name)
@@ -260,33 +260,33 @@ def moe(
 ) -> Tensor | PendingMoe:
     """Sends tokens to their experts, computes these and sums the results. Collective: every rank of the group calls it.
 
-    ``out[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t])`` with
-    ``expert(x) = (act(gate) * up + ...) @ down.T + down_bias`` where ``gate, up`` are the halves of ``x @ gate_up.T + gate_up_bias``.
+    ``out[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t])``, where an expert is
+    ``(act(gate) * up) @ down_proj.T + down_bias`` and gate and up are the halves of ``x @ gate_up_proj.T + gate_up_bias``.
 
     An expert is computed as soon as the rows of all ranks for it are there, and waits for no other expert's rows. With
-    gradients, x, topk_weights and all parameters get theirs; experts without rows get zeros. Gradients are collective as the call
-    is: if any rank wants some, all take part, also one on which everything is frozen; every rank must run backward then. They
-    are those of the sum over all ranks' losses, so a parameter's aren't divided by R.
+    gradients, x, topk_weights and all parameters get theirs; experts without rows get zeros. Gradients are collective as
+    the call is: if any rank wants some, all take part, also one on which everything is frozen; every rank must run backward
+    then. They are those of the sum over all ranks' losses, so a parameter's aren't divided by R.
 
     Args:
         x: [T, H] float32, bfloat16, float16 or float64, any strides.
         topk_idx: [T, K] int32 or int64, global expert ids, -1 for no expert.
         topk_weights: [T, K] of a float type, or None for a plain sum.
-        gate_up_proj: [E_local, W, H], this rank's experts (``group.local_experts``); [E_local, H, W] when ``transposed``. Of x's
-            dtype, or float32 with x in a 16-bit type.
+        gate_up_proj: [E_local, W, H], this rank's experts (``group.local_experts``); [E_local, H, W] when ``transposed``.
+            Of x's dtype, or float32 with x in a 16-bit type.
         down_proj: [E_local, H, I]; [E_local, I, H] when ``transposed``.
         group: the EPGroup.
         gate_up_bias, down_bias: [E_local, W] and [E_local, H], or None.
-        activation: "silu", "gelu", "gelu_tanh", "relu", "relu2" (relu squared), or "clamped": gpt-oss' gate, which cuts the gate
-            above ``limit`` and up outside of +-limit, and makes ``gate * sigmoid(alpha * gate) * (up + 1)``.
+        activation: "silu", "gelu", "gelu_tanh", "relu", "relu2" (relu squared), or "clamped": gpt-oss' gate, which cuts the
+            gate above ``limit`` and up outside of +-limit, and makes ``gate * sigmoid(alpha * gate) * (up + 1)``.
         gated: False for experts with one matrix before the activation: W = I, and ``gate_up_proj`` is that matrix.
         transposed: parameters are [in, out] for each expert.
         interleaved: gate and up alternate among the W columns, instead of standing side by side.
         limit, alpha: of "clamped".
         shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
         recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
-        async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and combines.
-            x may be written again; up to ``depth`` calls can be under way.
+        async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and
+            combines. x may be written again; up to ``depth`` calls can be under way.
         tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch``.
 
     Returns:
@@ -294,7 +294,8 @@ def moe(
 
     Raises:
         What :func:`dispatch` and :func:`combine` raise. BadType, BadValue also for parameters that don't go together; before
-        anything was sent, except with ``async_op`` or ``shared``, where the peers raise PeerAborted when this rank's rows are due.
+        anything was sent, except with ``async_op`` or ``shared``, where the peers raise PeerAborted when this rank's rows are
+        due.
     """
     begun: tuple[Tensor, Tensor] | None = None
     try:
@@ -315,7 +316,9 @@ def moe(
                 raise RuntimeError(_NO_ASYNC_TRACE)
             # What is kept has as many rows as come, which a graph had better not hold.
             gradients |= int(Gradient.RECOMPUTE) if gradients else 0
-            out = _moe(x, topk_idx, topk_weights, *parameters, *spec, group.name, tag_id, gradients)[0]
+            out: Tensor = _moe(x, topk_idx, topk_weights, *parameters, *spec, group.name, tag_id, gradients)[
+                0
+            ]
             return out if shared is None else out + shared(x)
         if gradients and recompute:
             gradients |= int(Gradient.RECOMPUTE)
@@ -329,8 +332,8 @@ def moe(
         group._check_open(_OPERATION)
         raise
     except Exception as error:
-        wrong = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-        _fail_call(group, error, _OPERATION, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **wrong)
+        tensors: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        _fail_call(group, error, _OPERATION, tag, **tensors, gate_up_proj=gate_up_proj, down_proj=down_proj)
     if begun is not None:
         beside = None
         if shared is not None:
@@ -362,11 +365,13 @@ def moe_apply(
 
     Args:
         experts: called with (rows [n, H], local expert) as soon as the rows of all ranks for it are there, and returns [n, H']
-            of a float type, the same H' and dtype for all experts on all ranks. Without gradients the rows lie in the window: it may
+            of a float type, the same H' and dtype for all experts on all ranks. Without gradients the rows lie in the window:
+            it may
             write to them, and mustn't keep them. With gradients it is called for experts without rows, too, so that their
             parameters get zeros.
         x, topk_idx, topk_weights, group, shared, tag: as in :func:`moe`.
-        parameters: what ``experts`` computes with. Needed only where x and topk_weights have no gradients and ``experts`` has some
+        parameters: what ``experts`` computes with. Needed only where x and topk_weights have no gradients and ``experts`` has
+        some
             on some ranks: gradients are collective, and so all ranks hear that there will be some.
 
     Returns:
@@ -510,7 +515,7 @@ def _moe_backward(
     the weight's gradient ``<d, a> + <g, down_bias>`` without the results themselves, and ``w * d`` goes on backward.
     """
     owner, agreement = find_group(group), agreed(handle)
-    transposed, precise = Spec.of(spec).transposed, wide(grad_out.dtype)
+    transposed = Spec.of(spec).transposed
     compute = torch.float32 if native.widens(up.dtype) else up.dtype
     kept = hidden.shape[0] > 0 or rows.shape[0] > 0
     if agreement & Gradient.RECOMPUTE:

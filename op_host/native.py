@@ -184,7 +184,7 @@ def refuse_combine(name: str, handle: torch.Tensor) -> Callable[[int, str], None
 
 def widens(dtype: torch.dtype) -> bool:
     """Whether products of this type are made in float32 here, because that is faster. MOE_A2A_GEMM=narrow or wide decides."""
-    return dtype in (torch.bfloat16, torch.float16) and bool(lib.widens(1 if dtype == torch.bfloat16 else 0))
+    return dtype in (torch.bfloat16, torch.float16) and lib.widens(dtype == torch.bfloat16)
 
 
 def cpu_kernels() -> str:
