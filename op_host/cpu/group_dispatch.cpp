@@ -398,9 +398,9 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
   int64_t leaves = 0;
   for (int64_t e = 0; e < experts; ++e)
     if (e < local_begin_ || e >= local_end_) leaves += call.counts[static_cast<size_t>(e)];
-  // A push needs the peers' records, so it would keep a caller waiting who asked not to.
-  const bool push = !input.async && !input.fused && choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below,
-                                                tiling_.dispatch_push_from, epoch, 0);
+  // A push needs the peers' records, so it would keep a caller waiting who asked not to. A round has no rows.
+  const bool push = !input.async && !input.fused && !input.round &&
+                    choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below, tiling_.dispatch_push_from, epoch, 0);
   header.mode = static_cast<int32_t>(input.fused ? Mode::FUSED : push ? Mode::PUSH : Mode::PULL);
   header.flag_rows = static_cast<int32_t>(push ? tiling_.flag_rows : 0);
 
