@@ -734,6 +734,15 @@ def test_experts_that_fail(pool: RankPool, numpy_at: int, refuser: int, fmt: str
             check(error, "ValueError" if rank == refuser else "PeerAborted", "expert without a clue")
 
 
+@pytest.mark.parametrize(
+    ("numpy_at", "fmt", "push"), [(1, "compact", False), (0, "portable", False), (1, "compact", True)]
+)
+def test_flags_of_fused_calls_over_laps(pool: RankPool, numpy_at: int, fmt: str, push: bool) -> None:
+    """Rows whose flag nothing else overwrites, a lap apart, from a rank that is late."""
+    spec = usual(fmt, largest_code=6, push=push)
+    assert pool.run(2, bodies.fused_laps, spec, numpy_at, 22) == [None, None]
+
+
 def test_gradients_that_some_rank_wants(pool: RankPool) -> None:
     for found in pool.run(3, bodies.gradient_words, usual(), 1):
         assert found == [0, 1, 2, 4, 12]

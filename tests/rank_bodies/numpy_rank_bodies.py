@@ -967,6 +967,10 @@ class LateRank(NumpyRank):
         time.sleep(0.01)
         super()._say(*args)
 
+    def _push_run(self, *args: Any) -> None:
+        time.sleep(0.03)
+        super()._push_run(*args)
+
 
 class LateAndForgetfulRank(LateRank, ForgetfulRank):
     """Late and forgetful."""
@@ -1823,6 +1827,36 @@ def fused_steps(ctx: RankContext, spec: Spec, numpy_at: int, calls: int, seed: i
             "waves": stats.get("waves", 0),
             "dispatches": stats.get("dispatches", 0),
         }
+
+
+def fused_laps(ctx: RankContext, spec: Spec, numpy_at: int, last: int) -> Caught | None:
+    """:func:`sparse_laps` with fused calls, also in a group without push, whose row flags nobody else uses."""
+    E, period = spec.experts, spec.largest_code
+    assert period is not None and period % spec.depth == 0 and ctx.world_size == 2
+    with playing(ctx, spec, numpy_at, make=LateRank) as player:
+        for n in range(1, last + 1):
+            rows = n % period == 3
+            turn = Turn(
+                Step((12 * rows,) * 2, 1, 4, weight_dtype=None, rows="random", seed=n), (1, 1), other=False
+            )
+            inputs = turn.inputs(E)
+            for rank in range(2) if rows else ():
+                idx_TK = torch.full((12, 1), E // 2 - 1 if rank == 0 else E - 1)
+                idx_TK[-1] = E - 1 if rank == 0 else E // 2 - 1
+                inputs[rank] = replace(inputs[rank], idx_TK=idx_TK)
+            mine = inputs[ctx.rank]
+            if not rows:
+                error = caught(partial(one_step, player, turn, inputs, E, f"call {n}"))
+            else:
+                out_TH = _Fused(player, mine, turn).whole()
+                xs, idxs = [one.x_TH for one in inputs], [one.idx_TK for one in inputs]
+                want = reference.moe_reference(xs, idxs, None, relu_expert, E)[ctx.rank]
+                error = caught(partial(assert_bits, out_TH, want, f"call {n} on rank {ctx.rank}"))
+            if error is not None:
+                ctx.barrier()
+                return error
+        ctx.barrier()
+    return None
 
 
 class DelayingRank(NumpyRank):
