@@ -210,6 +210,7 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
     groups[size] = dist.group.WORLD
     gc.collect()
     gc.freeze()  # what torch brought along is not looked at by the collections below
+    modules = len(sys.modules)
     _send(conn, "ready")
 
     caches: dict[int, OrderedDict[str, Any]] = {}
@@ -250,6 +251,10 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
         # A traceback kept alive would keep the body's tensors, and with them handles of closed groups.
         del ctx, reply
         gc.collect()
+        if len(sys.modules) != modules:
+            # torch.compile brings 300,000 objects along: each later collection, and so each run, would take 0.2 s a rank.
+            gc.freeze()
+            modules = len(sys.modules)
 
 
 # ------------------------------------------------------------------------------------------ inside the parent
