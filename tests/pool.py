@@ -311,10 +311,22 @@ class RankPool:
                 f"pool.run: world_size = {world_size}, expected one of {GROUP_SIZES} <= {self.size}"
             )
         address = address_of(body)
-        self._start()
         self._seed += 1
-        workers = self._workers[:world_size]
         request = ("run", address, world_size, self._seed if seed is None else seed, args, kwargs)
+        try:
+            self._start()
+            return self._run(self._workers[:world_size], request, timeout, deaths)
+        except PoolError:
+            raise
+        except BaseException:
+            self._kill()  # interrupted: what the ranks still say belongs to no later run
+            raise
+
+    def _run(
+        self, workers: Sequence[_Worker], request: tuple[Any, ...], timeout: float, deaths: Sequence[int]
+    ) -> list[Any]:
+        """Send the request to these ranks and return their results."""
+        _, address, world_size, *_ = request
         for worker in workers:
             # A rank that died since the last run: _collect sees the closed connection and reports it.
             with contextlib.suppress(OSError):

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +135,74 @@ def test_ranks_do_not_outlive_the_parent() -> None:
     while not all(gone(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(gone(pid) for pid in pids)
+
+
+class Enough(BaseException):
+    pass
+
+
+def test_an_interrupted_run_leaves_nothing_for_the_next_one(small: RankPool) -> None:
+    small.run(2, pool_bodies.identify)
+    pids = small.pids
+
+    def raise_it(*_: object) -> None:
+        raise Enough
+
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(Enough):
+            small.run(2, pool_bodies.sleep_in_here, 1)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert all(gone(pid) for pid in pids)
+    assert [r[0] for r in small.run(2, pool_bodies.identify)] == [0, 1]
+
+
+STUCK_TESTS = """
+    import itertools, time
+    def test_in_python(): time.sleep(100)
+    def test_goes_on(): pass
+    def test_in_c(): sum(itertools.repeat(0))
+"""
+
+
+@pytest.mark.parametrize("which", ["one", "in C", "many"])
+def test_a_stuck_test_does_not_take_all_the_time(tmp_path: Path, which: str) -> None:
+    """This suite's conftest.py with limits of a second."""
+    (tmp_path / "short.py").write_text("import conftest\nconftest.LIMIT = conftest.MORE = 1.0\n")
+    script = textwrap.dedent(STUCK_TESTS)
+    if which == "many":
+        (tmp_path / "short.py").write_text("import conftest\nconftest.LIMIT, conftest.MOST_STUCK = 0.5, 2\n")
+        script += "for number in range(9): globals()[f'test_again_{number}'] = test_in_python\n"
+    (tmp_path / "test_stuck.py").write_text(script)
+    # tests/conftest.py as a plugin
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "conftest", "-p", "short"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "test_stuck.py"]
+        + {"one": ["-k", "python or on"], "in C": ["-k", "in_c"], "many": ["-k", "not in_c"]}[which],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{tmp_path}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if which == "in C":
+        assert (
+            done.returncode not in (0, 2)
+            and "Timeout (0:00:02)" in done.stderr
+            and "in test_in_c" in done.stderr
+        )
+        return
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "Stuck: test_stuck.py::test_in_python took more than" in done.stdout
+        and "time.sleep(100)" in done.stdout
+    )
+    assert ("1 failed, 1 passed" in done.stdout) == (which == "one"), done.stdout
+    assert ("2 tests got stuck" in done.stdout) == (which == "many"), done.stdout
 
 
 def test_wrong_use_is_named() -> None:
