@@ -27,6 +27,9 @@ class Stuck(BaseException):
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # during a test, 2 is pytest's own file
     config.stash[STUCK] = []
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So a shell starts what it puts into the background; tests interrupt processes, which inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

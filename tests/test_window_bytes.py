@@ -17,38 +17,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lanes import crossed
 from pool import GROUP_SIZES, RankPool
 from rank_bodies import window_bytes
 from rank_bodies.inputs import GroupSpec, Step
 
+PROTOCOLS = ["pull", "push"]
+FORMATS = ["compact", "portable", "line"]
+WHERE = ["plain", "window"]
 
-@pytest.mark.parametrize("result", ["plain", "window"])
-@pytest.mark.parametrize("source", ["plain", "window"])
-@pytest.mark.parametrize("later", ["", "both"], ids=["at once", "async"])
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("ranks", GROUP_SIZES)
+
+@pytest.mark.parametrize(
+    ("result", "source", "later", "protocol", "record_format", "ranks"),
+    crossed(WHERE, WHERE, {"at once": "", "async": "both"}, PROTOCOLS, FORMATS, GROUP_SIZES, strength=3),
+)
 def test_copied_payload(
-    pool: RankPool, ranks: int, protocol: str, later: str, source: str, result: str
+    pool: RankPool, ranks: int, record_format: str, protocol: str, later: str, source: str, result: str
 ) -> None:
-    for record_format in ("compact", "portable", "line"):
-        spec = GroupSpec(8, 3, 24, 65, record_format=record_format, protocol=protocol)
-        for seed, (routing, y_dtype) in enumerate(
-            [("distinct", None), ("any", None), ("one", None), ("low half", "bfloat16"), ("round", None)]
-        ):
-            step = Step(
-                tuple((5 * rank + 3 * seed) % 25 for rank in range(ranks)),
-                3,
-                65,
-                y_dtype=y_dtype,
-                routing=routing,
-                drop=0.2,
-                source=source,
-                result=result,
-                later=later,
-                seed=seed,
-            )
-            for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
-                check_counts(n, step, protocol, f"rank {rank} of {ranks}, {record_format}, {step}: {n}")
+    spec = GroupSpec(8, 3, 24, 65, record_format=record_format, protocol=protocol)
+    for seed, (routing, y_dtype) in enumerate(
+        [("distinct", None), ("any", None), ("one", None), ("low half", "bfloat16"), ("round", None)]
+    ):
+        step = Step(
+            tuple((5 * rank + 3 * seed) % 25 for rank in range(ranks)),
+            3,
+            65,
+            y_dtype=y_dtype,
+            routing=routing,
+            drop=0.2,
+            source=source,
+            result=result,
+            later=later,
+            seed=seed,
+        )
+        for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
+            check_counts(n, step, protocol, f"rank {rank} of {ranks}, {record_format}, {step}: {n}")
 
 
 def check_counts(n: dict[str, Any], step: Step, protocol: str, what: str) -> None:
@@ -79,7 +82,7 @@ def check_counts(n: dict[str, Any], step: Step, protocol: str, what: str) -> Non
     assert both["combine_out"] == n["tokens"] * n["out_row"], what
 
 
-@pytest.mark.parametrize("protocol", ["pull", "push"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_copied_payload_in_waves(pool: RankPool, ranks: int, protocol: str) -> None:
     """Waves write no row twice; in a pull combine the rows of a crowded owner are kept by whoever waits for them, once."""
@@ -97,10 +100,9 @@ def test_copied_payload_in_waves(pool: RankPool, ranks: int, protocol: str) -> N
         assert both["combine_out"] == n["tokens"] * n["out_row"], what
 
 
-@pytest.mark.parametrize("source", ["plain", "window"])
-@pytest.mark.parametrize("hidden", [16, 4096])
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("source", "hidden", "protocol", "ranks"), crossed(WHERE, [16, 4096], PROTOCOLS, [1, 2, 4])
+)
 def test_outputs_share_nothing_with_the_window(
     pool: RankPool, ranks: int, protocol: str, hidden: int, source: str
 ) -> None:
@@ -111,10 +113,10 @@ def test_outputs_share_nothing_with_the_window(
         assert len(set(pointers)) == len(pointers), "live tensors share memory"
 
 
-@pytest.mark.parametrize("record_format", ["compact", "portable", "line"])
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("recv_rows", [None, 5], ids=["one wave", "waves"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("record_format", "protocol", "recv_rows", "ranks"),
+    crossed(FORMATS, PROTOCOLS, {"one wave": None, "waves": 5}, [2, 4], strength=3),
+)
 def test_inputs_may_change_after_the_call(
     pool: RankPool, ranks: int, recv_rows: int | None, protocol: str, record_format: str
 ) -> None:
@@ -171,7 +173,7 @@ print("counted")
 """
 
 
-@pytest.mark.parametrize("protocol", ["pull", "push"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("where", ["ordinary", "window"])
 def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str, protocol: str) -> None:
     """What the product counts is what went through memcpy, and that is the design's number."""
