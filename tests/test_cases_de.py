@@ -341,13 +341,13 @@ def start(tmp_path: Path, how: str) -> list[subprocess.Popen[str]]:
     "how",
     [
         "exit without close",
-        "sys.exit",
+        slow("sys.exit"),  # quick in test_exits.py
         "exception",
         "close, then destroy",
         "destroy, then close",
         "destroy, no close",
         "twenty times",
-        "module global",
+        slow("module global"),  # the next one has more of it
         "open window tensors",
     ],
 )

@@ -117,11 +117,11 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 def test_the_watchdog_ends_a_run_that_stalls(tmp_path: Path) -> None:
     started = time.monotonic()
-    code, last, printed = run_demo(tmp_path, "--ranks", "2", "--inject-fault", "stall", "--timeout", "15")
+    code, last, printed = run_demo(tmp_path, "--ranks", "2", "--inject-fault", "stall", "--timeout", "10")
     assert code == 1 and last.startswith("NOT verified: "), printed
     # Either the group's own timeout or the watchdog is first; both name who is missing.
     assert "rank 1" in last, printed
-    # Nothing sleeps on for the 150 s that the stalled rank would.
+    # Nothing sleeps on for the 100 s that the stalled rank would.
     assert time.monotonic() - started < 60, printed
 
 
