@@ -8,7 +8,7 @@
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
 #   make model      checks the protocol's model, all of it (Debian: apt-get install spin gcc libc6-dev); `make model-short`: minutes
-#   make test-long  the tests that take minutes or tens of GB
+#   make test-long  what `make test` leaves away: most of the products of many options, and what takes minutes or tens of GB
 #
 # TORCH="torch==2.14.0" picks another torch, with options of pip if need be; PYTHON=python3.12 another Python (3.10 or newer).
 

@@ -99,7 +99,7 @@ def test_26_wrap(pool: RankPool, ranks: int, code_max: int, fmt: str, protocol: 
 @pytest.mark.parametrize("protocol", ["pull", "push"])
 def test_28_more_ranks_than_cores(pool: RankPool, threads: int, protocol: str) -> None:
     setting = PUSH if protocol == "push" else PULL
-    assert pool.run(8, cases.many_steps, setting, 150, threads, 2, timeout=300) == [0] * 8
+    assert pool.run(8, cases.many_steps, setting, 150, threads, 2, timeout=120) == [0] * 8
 
 
 @pytest.mark.slow
@@ -192,11 +192,11 @@ def test_aborts_among_calls_in_flight(pool: RankPool, setting: dict[str, Any], r
         )
 
 
-# Compiled code doesn't know how rows travel.
-@pytest.mark.parametrize("setting", [PULL, slow(PUSH)], ids=["pull", "push"])
-def test_34_replay_with_other_counts(pool: RankPool, setting: dict[str, Any]) -> None:
+# Compiled code doesn't know how rows travel, and a compiler in each rank takes its time.
+@pytest.mark.parametrize(("setting", "ranks"), crossed({"pull": PULL, "push": slow(PUSH)}, [2, slow(4)]))
+def test_34_replay_with_other_counts(pool: RankPool, setting: dict[str, Any], ranks: int) -> None:
     # Every call dispatched twice, compiled and not: nothing was folded away or called once more.
-    assert pool.run(4, cases.replayed, setting, 12, timeout=280) == [24] * 4
+    assert pool.run(ranks, cases.replayed, setting, 12, timeout=200) == [24] * ranks
 
 
 def test_35_several_groups() -> None:

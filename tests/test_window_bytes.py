@@ -182,7 +182,9 @@ def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str, protoco
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler is not None, "the package was built with a compiler; where is it?"
     subprocess.run(
-        [compiler, "-O2", "-fno-builtin", "-shared", "-fPIC", "-o", str(shim), str(source)], check=True
+        [compiler, "-O2", "-fno-builtin", "-shared", "-fPIC", "-o", str(shim), str(source)],
+        check=True,
+        timeout=120,
     )
     ranks = [
         subprocess.Popen(
