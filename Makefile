@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv with torch, this package built in place, and its extras.
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
-#   make test       the tests (about a quarter of an hour on 2 cores)
+#   make test       the tests (about six minutes on 2 cores)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
 #                   `make bench-protocol`: push, pull, formats and quantisation against each other)
 #   make lint       ruff and mypy
