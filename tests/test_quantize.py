@@ -612,7 +612,7 @@ def test_portable_kernels_pass_the_same_tests() -> None:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (passed,) = re.findall(r"^(\d+) passed, \d+ deselected", done.stdout, re.MULTILINE)
