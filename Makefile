@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv with torch, this package built in place, and its extras.
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
+#   make train      trains a small language model, its experts spread over 2 processes (2 to 3 minutes); RANKS=4 for more
 #   make test       the tests (about a quarter of an hour on 2 cores)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
 #                   `make bench-protocol`: push, pull, formats and quantisation against each other)
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-long bench bench-protocol bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
+.PHONY: demo train test test-long bench bench-protocol bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -43,6 +44,10 @@ $(VENV)/.ready: $(CHOICE) $(SOURCES)
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
+
+RANKS ?= 2
+train: $(VENV)/.ready
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q
@@ -97,4 +102,4 @@ wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so demo_out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so demo_out train_out .pytest_cache .ruff_cache .mypy_cache
