@@ -47,7 +47,7 @@ demo: $(VENV)/.ready
 
 RANKS ?= 2
 train: $(VENV)/.ready
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q

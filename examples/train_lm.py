@@ -24,12 +24,12 @@ from typing import Any
 
 HOW_TO_INSTALL = "run `make train`, or `pip install -e '.[demo]'` in the repository first"
 try:
-    import matplotlib.pyplot as plt
     import numpy as np
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
     from einops import rearrange
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from torch import Tensor, nn
@@ -84,7 +84,7 @@ class Settings:
 
 SHORT = Settings(
     steps=30,
-    batch=6,
+    batch=7,
     length=32,
     hidden=32,
     layers=2,
@@ -419,7 +419,8 @@ def sample(model: LanguageModel, s: Settings, prompt: bytes) -> str:
 
 
 def draw_loss(path: Path, losses: Sequence[float], other: Sequence[float] | None, entropy: float) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(losses, label="this run", linewidth=1.5)
     if other is not None:
         axes.plot(other, "--", label="one process", linewidth=1)
@@ -430,16 +431,14 @@ def draw_loss(path: Path, losses: Sequence[float], other: Sequence[float] | None
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_load(path: Path, loads: Tensor) -> None:
     """[steps, layers, E] pairs -> a picture with a line for each expert."""
     share = loads.double() / loads.double().mean(2, keepdim=True)
     layers = share.shape[1]
-    figure, all_axes = plt.subplots(
-        layers, 1, figsize=(8, 1.5 + 1.6 * layers), sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(8, 1.5 + 1.6 * layers), layout="constrained")
+    all_axes = figure.subplots(layers, 1, sharex=True, squeeze=False)
     for layer, axes in enumerate(all_axes[:, 0]):
         image = axes.imshow(
             share[:, layer].T, aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="RdBu_r"
@@ -448,7 +447,6 @@ def draw_load(path: Path, loads: Tensor) -> None:
     all_axes[-1, 0].set(xlabel="step")
     figure.colorbar(image, ax=list(all_axes[:, 0]), label="load / mean load")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 @contextlib.contextmanager
@@ -605,9 +603,8 @@ def run(args: argparse.Namespace, s: Settings, rank: int, ranks: int) -> int:
     else:
         checked = ", the same curve as one process" if single is not None else ""
         console.print(
-            f"verified: {ranks} ranks, {s.steps} steps, loss {final:.3f} below {text.entropy:.3f}{checked}; took {took}"
-            if final < text.entropy
-            else f"verified: {ranks} ranks, {s.steps} steps, loss {final:.3f} falling{checked}; took {took}"
+            f"verified: {ranks} ranks, {s.steps} steps, loss {final:.3f} (single bytes: {text.entropy:.3f}){checked}; "
+            f"took {took}"
         )
     return 1 if problems else 0
 
