@@ -441,7 +441,7 @@ def draw_load(path: Path, loads: Tensor) -> None:
     all_axes = figure.subplots(layers, 1, sharex=True, squeeze=False)
     for layer, axes in enumerate(all_axes[:, 0]):
         image = axes.imshow(
-            share[:, layer].T, aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="RdBu_r"
+            share[:, layer].T.numpy(), aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="RdBu_r"
         )
         axes.set(ylabel=f"layer {layer}\nexpert")
     all_axes[-1, 0].set(xlabel="step")
