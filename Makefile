@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo train test test-long bench bench-protocol bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
+.PHONY: demo train test test-long bench bench-protocol bench-moe bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
 
 setup: $(VENV)/.ready
 
