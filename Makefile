@@ -2,14 +2,14 @@
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
 #   make train      trains a small language model, its experts spread over 2 processes (2 to 3 minutes); RANKS=4 for more
-#   make test       the tests (about a quarter of an hour on 2 cores)
+#   make test       the tests (about six minutes on 2 cores)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
 #                   `make bench-protocol`: push, pull, formats and quantisation against each other)
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
 #   make model      checks the protocol's model, all of it (Debian: apt-get install spin gcc libc6-dev); `make model-short`: minutes
-#   make test-long  the tests that take minutes or tens of GB
+#   make test-long  what `make test` leaves away: most of the products of many options, and what takes minutes or tens of GB
 #
 # TORCH="torch==2.14.0" picks another torch, with options of pip if need be; PYTHON=python3.12 another Python (3.10 or newer).
 

@@ -106,6 +106,16 @@ def test_a_layer_begins_alike_on_any_number_of_ranks(pool: RankPool, dtype: str)
             assert len({tuple(expert.flatten().tolist()) for expert in value}) == case.experts
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_layer_begins_alike_in_any_dtype(pool: RankPool, dtype: str) -> None:
+    """Up to the rounding of its own type; in bfloat16 the router is float32 all the same."""
+    case = LayerCase((1, 1), options={"bias": True, "shared_inner": 5})
+    wanted = pool.run(2, bodies.first_parameters, case)[0]
+    for name, value in pool.run(2, bodies.first_parameters, replace(case, dtype=dtype))[0].items():
+        narrow = dtype == "bfloat16" and name != "router.weight"
+        assert_bits(value, wanted[name].bfloat16().double() if narrow else wanted[name], name)
+
+
 @pytest.mark.parametrize("transport", ["cpu-shm", "collective"])
 def test_checkpoints_give_the_same(pool: RankPool, transport: str) -> None:
     options = {"aux_loss": "switch", "aux_coefficient": 0.5, "shared_inner": 6, "aux_over": "group"}
