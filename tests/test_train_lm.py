@@ -58,8 +58,10 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
         r"verified: 2 ranks, 30 steps, loss \d\.\d+ \(single bytes: \d\.\d+\), the same curve as one process; took \d+ s",
         verdicts[0],
     ), printed
-    apart = re.search(r"one process: curves differ by at most (\S+) in the first 25 steps", printed)
-    assert apart is not None and 0.0 <= float(apart[1]) < 1e-11, printed
+    apart = re.search(
+        r"curves differ by at most (\S+) in the first 10 steps .*, means of 20 steps by (\S+) ", printed
+    )
+    assert apart is not None and max(float(apart[1]), float(apart[2])) < 1e-11, printed
     assert re.search(r"before, rows over gloo's all_to_all: \d+% of [\d.]+ ms", printed), printed
     assert re.search(r"after, cpu-shm: -?\d+% of [\d.]+ ms .* waiting for peers: [\d.]+ ms", printed), printed
     check_picture(tmp_path / "made" / "loss.png")
@@ -99,14 +101,23 @@ def test_uneven_ranks_and_a_loss_for_balance(tmp_path: Path) -> None:
 
 
 def test_a_different_curve_is_not_verified() -> None:
+    """A single early step, or many later ones; not what rounding does."""
     curve = [3.0 - 0.01 * step for step in range(60)]
-    assert not train_lm.curve_problems(curve, curve, "float32")[1]
-    assert not train_lm.curve_problems(curve, [loss + 5e-5 for loss in curve], "float32")[1]
-    for step, gap in ((3, 1e-3), (50, 0.1), (50, math.nan), (0, math.inf)):
-        other = [loss + gap * (number == step) for number, loss in enumerate(curve)]
-        assert train_lm.curve_problems(curve, other, "float32")[1], (
-            f"a gap of {gap} in step {step} goes unnoticed"
-        )
+    for dtype, early in (("float32", 1e-3), ("float64", 1e-10)):
+        for begin, end, gap, fine in (
+            (0, 60, 0.0, True),
+            (3, 10, 0.9 * early, True),
+            (10, 60, 0.04, True),
+            (30, 31, 0.5, True),
+            (9, 10, 1.1 * early, False),
+            (10, 60, 0.06, False),
+            (10, 60, -0.06, False),
+            (50, 51, math.nan, False),
+            (0, 1, math.inf, False),
+        ):
+            other = [loss + gap if begin <= step < end else loss for step, loss in enumerate(curve)]
+            problems = train_lm.curve_problems(curve, other, dtype)[1]
+            assert (not problems) == fine, f"{gap} in steps {begin} to {end}, {dtype}"
 
 
 def test_batches() -> None:
