@@ -21,8 +21,10 @@ from .layout import (
     RECORD_HEADER_WORDS,
     RECORD_TEXT_BYTES,
     ROW_TAIL,
+    SCALAR_BYTES,
     CellWord,
     Format,
+    Gradient,
     HeaderWord,
     Kind,
     Mode,
@@ -84,6 +86,7 @@ _MEANINGS = {
     "RecordWord.READ_LO": "the source reads no x of calls up to this one any more, low 32 bits",
     "RecordWord.READ_HI": "high 32 bits",
     "RecordWord.ASYNC": "1 when this rank may wait for its rows later than the call",
+    "RecordWord.GRADIENTS": "what this rank wants gradients of, bits, below",
     "CellWord.REASON": "refusal: number of the error",
     "CellWord.DTYPE": "y's dtype",
     "CellWord.HIDDEN": "y's H",
@@ -117,7 +120,7 @@ def _words(words: type[enum.IntEnum]) -> str:
     )
 
 
-def _numbers(names: type[enum.IntEnum]) -> str:
+def _numbers(names: type[enum.IntEnum | enum.IntFlag]) -> str:
     return ", ".join(f"{name.value} {name.name}" for name in names)
 
 
@@ -159,6 +162,7 @@ def tables() -> dict[str, str]:
                 ["mode", _numbers(Mode)],
                 ["quantisation", _numbers(Quant)],
                 ["kind of a wave cell", _numbers(Wave)],
+                ["bits of gradients", _numbers(Gradient)],
                 [
                     "dtype",
                     "0 none, "
@@ -176,6 +180,7 @@ def tables() -> dict[str, str]:
                 ["bytes of a code in portable and line", str(CODE_BLOCK)],
                 ["bytes of a line, and of its payload", f"{LINE}, {LINE_PAYLOAD}"],
                 ["most bytes beside a row's elements", str(ROW_TAIL)],
+                ["room for a row of y or z, at least", str(SCALAR_BYTES)],
             ],
         ),
         "example": _fields(
@@ -196,11 +201,11 @@ def tables() -> dict[str, str]:
             "x_slot_stride",
             "y",
             "y_slot_stride",
-            "row",
-            "row_slot_stride",
             "row_flag",
             "row_flag_slot_stride",
             "row_flag_stride",
+            "row",
+            "row_slot_stride",
             "z",
             "z_slot_stride",
             "total_bytes",

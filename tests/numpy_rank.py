@@ -41,7 +41,8 @@ OK, POISON, LEFT, EXCLUDED = 1, 2, 3, 4
     COMBINE_SUM,
     DISPATCH_PUSH,
 ) = range(8)
-PULL, PUSH = 0, 1
+PULL, PUSH, FUSED = 0, 1, 2
+X, WEIGHTS, EXPERTS, RECOMPUTE = 1, 2, 4, 8  # of GRADIENTS
 NONE, INT8, FP8_E4M3 = 0, 1, 2
 DISPATCH_READ, COMBINE_READY, COMBINE_READ = 0, 1, 2
 NO_DTYPE, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = range(5)
@@ -51,6 +52,7 @@ CODE_BYTES = 32  # portable and line
 LINE_BYTES, LINE_PAYLOAD = 512, 480
 LEAST_PAYLOAD = 480
 BESIDE_A_ROW = 32
+LEAST_RETURNED = 8  # room for a row of y or z
 SCALE_COLUMNS = 128  # of FP8_E4M3
 LARGEST_CODE = {COMPACT: 2**62, PORTABLE: 2**31 - 1, LINE: 2**31 - 1}
 REFUSED_BIT = 2**63  # compact
@@ -63,10 +65,10 @@ def _numbered(names: str) -> dict[str, int]:
 
 HEADER = _numbered("MAGIC VERSION FORMAT GENERATION RANK WORLD_SIZE TOTAL_BYTES NONCE_LO NONCE_HI")
 MAGIC = 0x6D6F655F61326131
-VERSION = 2
+VERSION = 3
 RECORD = _numbered(
     "KIND REASON GENERATION EPOCH_LO EPOCH_HI TOKENS HIDDEN DTYPE QUANT WEIGHT_DTYPE TOP_K MODE PAD_LO PAD_HI ALIGN "
-    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI ASYNC"
+    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI ASYNC GRADIENTS"
 )
 CELL = _numbered("REASON DTYPE HIDDEN STRIDE Y_LO Y_HI TEXT_BYTES MODE")
 STATUS = _numbered("REASON WHO EPOCH_LO EPOCH_HI PHASE GENERATION")
@@ -181,16 +183,17 @@ class Layout:
         self.weight, self.weight_slot_stride = self._region(8 * pairs, 2 * NS)
         self.x_row = align(sizes.row_bytes + BESIDE_A_ROW, self.row_align)
         self.x, self.x_slot_stride = self._region(sizes.max_tokens * self.x_row, 3 * NS)
-        self.y_row = align(sizes.row_bytes, self.row_align)
+        returned = max(sizes.row_bytes, LEAST_RETURNED)
+        self.y_row = align(returned, self.row_align)
         self.y, self.y_slot_stride = self._region(cap * self.y_row, NS)
         self.y_end = self._end
+        self.row_flag_stride = {COMPACT: 8, PORTABLE: CODE_BYTES, LINE: 0}[fmt]
+        self.row_flag, self.row_flag_slot_stride = self._region(cap * self.row_flag_stride, NS)
         if sizes.push:
             self.row, self.row_slot_stride = self._region(
                 cap * self.remote_stride(sizes.row_bytes + BESIDE_A_ROW), NS
             )
-            self.row_flag_stride = {COMPACT: 8, PORTABLE: CODE_BYTES, LINE: 0}[fmt]
-            self.row_flag, self.row_flag_slot_stride = self._region(cap * self.row_flag_stride, NS)
-            self.z, self.z_slot_stride = self._region(pairs * self.remote_stride(sizes.row_bytes), NS)
+            self.z, self.z_slot_stride = self._region(pairs * self.remote_stride(returned), NS)
         self.total_bytes = align(self._end, 2 << 20)
 
     def _region(self, slot_bytes: int, slots: int, unit: int = 4096) -> tuple[int, int]:
@@ -302,6 +305,28 @@ class Handle:
     idx_TK: Array
     counts_RE: Array
     align: int
+    gradients: int = 0  # what some rank wants gradients of
+
+
+@dataclass(frozen=True)
+class Met:
+    """A call whose records are all here and go together."""
+
+    records: dict[int, dict[str, int]]
+    counts_RE: Array
+    first_RE: Array
+    totals: list[int]
+    waves: int
+    handle: Handle
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the experts of a fused call made of their rows: y [N, H], and in which order they did."""
+
+    y_NH: Array
+    order: list[int]
+    handle: Handle
 
 
 @dataclass(frozen=True)
@@ -605,11 +630,11 @@ class NumpyRank:
         n = self.n
         offsets = [self._cell(n, q) + self.at.cell_code for q in self.ranks]
         offsets += [self._wave(n, kind, q) + self.at.wave_code for kind in range(3) for q in self.ranks]
-        if self.sizes.push and self.at.format == LINE:
-            for region in ("row", "z"):
+        if self.at.format == LINE:
+            for region in ("row", "z") if self.sizes.push else ():
                 size = getattr(self.at, f"{region}_slot_stride")
                 offsets += [self._slot(region, n) + i + LINE_PAYLOAD for i in range(0, size, LINE_BYTES)]
-        elif self.sizes.push:
+        else:
             offsets += [self._flag(n, row) for row in range(self.cap)]
         for offset in offsets:
             self._write_code(self.rank, offset, 0)
@@ -670,8 +695,10 @@ class NumpyRank:
         scales: Array | None = None,
         routing: Handle | None = None,
         later: bool = False,
+        fused: bool = False,
+        gradients: int = 0,
     ) -> Call:
-        """Publish the record of a dispatch.
+        """Publish the record of a dispatch, or of a fused call.
 
         Args:
             x: [T, H] of STORAGE[dtype]; when quantised, [T, H] of bytes.
@@ -686,6 +713,8 @@ class NumpyRank:
             scales: [T, S] float32, of quantised rows.
             routing: of an earlier dispatch, to use again.
             later: the rows may be waited for later than the call (ASYNC).
+            fused: :meth:`compute` and not :meth:`receive` comes next.
+            gradients: GRADIENTS.
         """
         idx_TK = routing.idx_TK if routing is not None else topk_idx
         assert idx_TK is not None
@@ -720,7 +749,7 @@ class NumpyRank:
         x_offset = self._slot("x", n)
         if staged:
             x_offset = self.at.x + (2 * self.sizes.slots + n % self.sizes.slots) * self.at.x_slot_stride
-        if not push:
+        if not (push or fused):
             rows = self._rows(self.rank, x_offset, stride, rows_TB.shape)
             for pair in pairs_P:  # a row that no other rank needs is left out
                 if int(flat[pair]) not in self.own:
@@ -734,14 +763,15 @@ class NumpyRank:
             "QUANT": quant,
             "WEIGHT_DTYPE": NO_DTYPE if weights is None else weight_dtype,
             "TOP_K": K,
-            "MODE": PUSH if push else PULL,
+            "MODE": FUSED if fused else PUSH if push else PULL,
             **both("PAD", pad),
             "ALIGN": padding,
             **both("TAG", tag),
-            **({} if push else {**both("X", x_offset), "X_STRIDE": stride}),
+            **({} if push or fused else {**both("X", x_offset), "X_STRIDE": stride}),
             "FLAG_ROWS": flag_rows if push else 0,
             **both("ROUTING", 0 if routing is None else digest(routing.counts_RE)),
             "ASYNC": int(later),
+            "GRADIENTS": gradients,
         }
         self._send_record(record, counts_E.tobytes() if routing is None else b"")
         missing = self._missing[n] = set(self.peers)
@@ -778,8 +808,8 @@ class NumpyRank:
 
         self._wait(f"dispatch {call.n}", call.missing, poll, lambda: bool(call.aborts))
 
-    def receive(self, call: Call) -> Received:
-        """Wait for the rows of a dispatch."""
+    def _meet(self, call: Call) -> Met:
+        """Wait for the records of all peers, and judge them."""
         if self._under_way.get(call.n) is not call:
             raise HandleExpired(f"rank {self.rank}: dispatch {call.n} at call {self.n}")
         self._phase(DISPATCH_COUNTS)
@@ -806,6 +836,10 @@ class NumpyRank:
             if len(set(said.values())) > 1:
                 self._end_call(4)
                 raise CallMismatch(f"{where}: {names} by rank: {said}")
+        fused = {q: record["MODE"] == FUSED for q, record in records.items()}
+        if len(set(fused.values())) > 1:
+            self._end_call(4)
+            raise CallMismatch(f"{where}: MODE is FUSED by rank: {fused}")
         if call.matrix_RE is not None:
             C = call.matrix_RE
         else:
@@ -816,11 +850,20 @@ class NumpyRank:
             if 0 <= pad < totals[q]:
                 self._end_call(5)
                 raise PadTooSmall(f"{where}: rank {q} would receive {totals[q]} rows, PAD {pad}")
-
-        pushing = {q for q in self.ranks if records[q]["MODE"] == PUSH}
         W = 1
-        if pushing and max(totals) > self.cap:
+        if max(totals) > self.cap and any(record["MODE"] != PULL for record in records.values()):
             W = max(-(-total // self.cap) for total in totals)
+        gradients = 0
+        for record in records.values():
+            gradients |= record["GRADIENTS"]
+        handle = Handle(call.n, call.idx_TK, C, call.record["ALIGN"], gradients)
+        return Met(records, C, first_RE, totals, W, handle)
+
+    def receive(self, call: Call) -> Received:
+        """Wait for the rows of a dispatch."""
+        met = self._meet(call)
+        records, C, first_RE, totals, W = met.records, met.counts_RE, met.first_RE, met.totals, met.waves
+        pushing = {q for q in self.ranks if records[q]["MODE"] != PULL}
         pad = joined(call.record["PAD_LO"], call.record["PAD_HI"])
         N = totals[self.rank] if pad < 0 else pad
         rows_NB = np.zeros((N, call.form.pulled_bytes), np.uint8)
@@ -853,8 +896,112 @@ class NumpyRank:
         scales_NS = None
         if form.scales:
             scales_NS = np.ascontiguousarray(rows_NB[:, form.scales_at :]).view("<f4").reshape(N, form.scales)
-        handle = Handle(call.n, call.idx_TK, C, call.record["ALIGN"])
-        return Received(x_NH, scales_NS, weights_N, C[:, self.own].sum(0), handle)
+        return Received(x_NH, scales_NS, weights_N, C[:, self.own].sum(0), met.handle)
+
+    # ------------------------------------------------------------------------------------------------ fused calls
+
+    def push_experts(self, call: Call) -> Met:
+        """The first half of a fused call whose rows all fit: this rank's rows go to their owners, its own to itself."""
+        met = self._meet(call)
+        assert met.waves == 1
+        self._phase(DISPATCH_PUSH)
+        for p in (*self.peers, self.rank):
+            for run in self._parts(met.counts_RE, met.first_RE, self.rank, p, None):
+                self._push_run(call, p, *run)
+        self._phase(IDLE)
+        self._open.add(call.n)
+        return met
+
+    def _push_run(self, call: Call, p: int, begin: int, lo: int, hi: int) -> None:
+        """One run of a fused call: rows lo..hi of p's y, and their flag."""
+        tokens = call.pairs_P[begin : begin + hi - lo] // call.idx_TK.shape[1]
+        for r, token in zip(range(lo, hi), tokens, strict=True):
+            self._put(p, self._pushed_row(call, r), 0, call.rows_TB[token])
+        self._write_code(p, self._flag(call.n, hi - 1), self.code(call.n))
+
+    def compute_experts(self, call: Call, met: Met, expert: Callable[[Array, int], Array]) -> Computed:
+        """The second half: an expert gets its rows [n, H] and its number when those of all sources are there, and its results,
+        of the same size, take their places.
+        """
+        H = call.x.shape[1]
+        shape = (met.totals[self.rank], call.form.element_bytes)
+        rows = self._rows(
+            self.rank, self._pushed_row(call, 0), self._pushed_row(call, 1) - self._pushed_row(call, 0), shape
+        )
+        order: list[int] = []
+        waiting = {e for e in self.own if met.counts_RE[:, e].any()}
+
+        def poll(e: int) -> bool:
+            runs = [
+                (int(met.first_RE[s, e]), int(met.counts_RE[s, e])) for s in self.peers if met.counts_RE[s, e]
+            ]
+            if not self._all_here(call.n, [self._flag(call.n, lo + count - 1) for lo, count in runs]):
+                return False
+            lo = int(met.first_RE[0, e])
+            hi = lo + int(met.counts_RE[:, e].sum())
+            x_nH = np.ascontiguousarray(rows[lo:hi]).view(call.x.dtype).reshape(hi - lo, H)
+            rows[lo:hi] = as_bytes(expert(x_nH, e))
+            order.append(e)
+            return True
+
+        self._phase(DISPATCH_ROWS)
+        deadline = time.monotonic() + self.timeout
+        while waiting:
+            waiting.difference_update([e for e in sorted(waiting) if poll(e)])
+            if time.monotonic() > deadline:
+                self.poison(-1, TIMED_OUT)
+                raise TimeoutError(f"rank {self.rank}, call {call.n}: experts {sorted(waiting)} miss rows")
+            if any(code != LEFT for code in self.gone().values()):
+                self.poison(-1, LOST)
+                raise PeerGone(f"rank {self.rank}, call {call.n}: status of peers {self.gone()}")
+            time.sleep(5e-5)
+        self._end_call(0)
+        return Computed(rows.copy().view(call.x.dtype).reshape(shape[0], H), order, met.handle)
+
+    def fits(self, call: Call) -> bool:
+        """Whether the rows of a call fit the windows; known when its records are here."""
+        self._see_records(call)
+        if call.aborts:
+            return True
+        C = np.array([call.counts.get(q, call.counts_E) for q in self.ranks], np.int64)
+        return max(self._first_rows(C, 1)[1]) <= self.cap
+
+    def round(self, routing: Handle, tag: int = 0) -> Handle:
+        """Open a call in which rows of an older routing are combined."""
+        self._begin_call()
+        n, (T, K) = self.n, routing.idx_TK.shape
+        record = {
+            **dict.fromkeys(RECORD, 0),
+            "KIND": ROUND,
+            "TOKENS": T,
+            "TOP_K": K,
+            **both("PAD", -1),
+            "ALIGN": routing.align,
+            **both("TAG", tag),
+            **both("ROUTING", digest(routing.counts_RE)),
+        }
+        del record["GENERATION"], record["EPOCH_LO"], record["EPOCH_HI"], record["READ_LO"], record["READ_HI"]
+        self._send_record(record, b"")
+        missing = self._missing[n] = set(self.peers)
+        nothing = np.zeros(0, np.uint8)
+        call = Call(
+            n,
+            record,
+            RowForm(0, 0, 0),
+            nothing,
+            nothing,
+            None,
+            routing.idx_TK,
+            nothing,
+            nothing,
+            routing.counts_RE,
+            missing,
+        )
+        self._under_way[n] = call
+        handle = self._meet(call).handle
+        self._open.add(n)
+        self._end_call(0)
+        return handle
 
     def _pulled(
         self, call: Call, s: int, record: dict[str, int], begin: int, count: int
@@ -879,6 +1026,8 @@ class NumpyRank:
         return self._slot("row_flag", n) + row * self.at.row_flag_stride
 
     def _pushed_row(self, call: Call, row: int) -> int:
+        if call.record["MODE"] == FUSED:
+            return self._slot("y", call.n) + row * align(call.form.element_bytes, self.at.row_align)
         return self._slot("row", call.n) + row * self.at.remote_stride(call.form.pushed_bytes)
 
     def _flags(self, call: Call, flag_rows: int, parts: list[tuple[int, int, int]], w: int) -> list[int]:
@@ -941,7 +1090,7 @@ class NumpyRank:
         words = self._get(self.rank, start, self.at.record_header, 4 * RECORD_WORDS).view("<i4")
         record = {name: int(words[word]) for name, word in RECORD.items()}
 
-        def demand(what: str, good: bool) -> None:
+        def demand(what: str, good: object) -> None:
             if not good:
                 raise ProtocolError(
                     f"record of rank {q}, call {n}: {what}: {record}, all words {words.tolist()}"
@@ -951,7 +1100,7 @@ class NumpyRank:
             return self._get(self.rank, start, self.at.record_payload, size)
 
         demand("words not named are 0", not words[len(RECORD) :].any())
-        demand("KIND", record["KIND"] in (COUNTS, ABORT))
+        demand("KIND", record["KIND"] in (COUNTS, ROUND, ABORT))
         demand("GENERATION", record["GENERATION"] == self.generation)
         demand("EPOCH", joined(record["EPOCH_LO"], record["EPOCH_HI"]) == n)
         demand("READ", n - self.sizes.slots <= joined(record["READ_LO"], record["READ_HI"]) < n)
@@ -964,8 +1113,22 @@ class NumpyRank:
             "TOKENS and TOP_K",
             record["TOKENS"] <= self.sizes.max_tokens and record["TOP_K"] <= self.sizes.top_k,
         )
+        demand("GRADIENTS", 0 <= record["GRADIENTS"] <= X | WEIGHTS | EXPERTS | RECOMPUTE)
+        plain = ("HIDDEN", "DTYPE", "QUANT", "WEIGHT_DTYPE", "MODE", "FLAG_ROWS", "ASYNC")
+        if record["KIND"] == ROUND:
+            demand("nothing but a routing", not any(record[name] for name in plain))
+            demand("no PAD", joined(record["PAD_LO"], record["PAD_HI"]) == -1 and record["ALIGN"] >= 1)
+            demand("ROUTING", record["ROUTING_LO"] or record["ROUTING_HI"])
+            return record, payload(0)
         demand("dtypes", record["DTYPE"] in STORAGE and record["WEIGHT_DTYPE"] in (NO_DTYPE, *STORAGE))
-        demand("MODE", record["MODE"] == PULL or (record["MODE"] == PUSH and self.sizes.push))
+        if record["MODE"] == FUSED:
+            demand("a format that fuses", self.at.format != LINE)
+            demand(
+                "nothing but rows",
+                not any(record[name] for name in plain if name not in ("HIDDEN", "DTYPE", "MODE")),
+            )
+            demand("no PAD, no ALIGN", (record["PAD_LO"], record["PAD_HI"], record["ALIGN"]) == (-1, -1, 1))
+        demand("MODE", record["MODE"] in (PULL, FUSED) or (record["MODE"] == PUSH and self.sizes.push))
         demand("FLAG_ROWS", record["FLAG_ROWS"] >= 0 and (record["MODE"] == PUSH or not record["FLAG_ROWS"]))
         demand("PAD and ALIGN", joined(record["PAD_LO"], record["PAD_HI"]) >= -1 and record["ALIGN"] >= 1)
         demand("QUANT", record["QUANT"] in (NONE, INT8, FP8_E4M3))
@@ -1041,6 +1204,8 @@ class NumpyRank:
         wide: bool = False,
         push: bool = False,
         sums: bool = True,
+        there: bool = False,
+        pairs: bool = False,
     ) -> Array:
         """One combine.
 
@@ -1050,9 +1215,11 @@ class NumpyRank:
             wide: put y's rows as far apart as the group's widest.
             push: write them into the windows of their sources.
             sums: False for a rank whose weights are unusable.
+            there: y's rows stand in the slot already, those of a fused call.
+            pairs: return the rows as they are.
 
         Returns:
-            [T, H] of STORAGE[dtype].
+            [T, H] of STORAGE[dtype]; with ``pairs`` [T, K, H].
         """
         self._close_handle(handle)
         h, C, H = handle.n, handle.counts_RE, y.shape[1]
@@ -1070,7 +1237,7 @@ class NumpyRank:
             self._phase(COMBINE_WRITE)
             cut_at = w if self.rank in waving else None
             if cut_at is not None or w == 0:
-                self._give(handle, y_NB, dtype, H, first_RE, cut_at, wide, push)
+                self._give(handle, y_NB, dtype, H, first_RE, cut_at, wide, push, there)
             self._phase(COMBINE_WAIT)
             try:
                 if error is None and w == 0:
@@ -1096,6 +1263,11 @@ class NumpyRank:
         started = np.zeros(T, bool)
         flat = handle.idx_TK.reshape(-1)
         listed = sorted(np.flatnonzero(flat >= 0), key=lambda pair: (flat[pair], pair))
+        if pairs:
+            rows_TKB = np.zeros((T * K, B), np.uint8)
+            rows_TKB[listed] = rows_PB
+            self._end_call(0)
+            return rows_TKB.view(STORAGE[dtype]).reshape(T, K, H)
         with np.errstate(all="ignore"):
             for place in np.argsort(listed):  # in (token, k) order
                 t, k = divmod(int(listed[place]), K)
@@ -1118,6 +1290,7 @@ class NumpyRank:
         wave: int | None,
         wide: bool,
         push: bool,
+        there: bool,
     ) -> None:
         """The owner's part: its rows (of a wave), then the cells, or after the first wave the watermarks."""
         h, C, B = handle.n, handle.counts_RE, y_NB.shape[1]
@@ -1143,7 +1316,7 @@ class NumpyRank:
                         if self.at.format == LINE:
                             for offset in self._code_offsets(start, 0, B):
                                 self._write_code(q, offset, self.code(h))
-                    else:
+                    elif not there:
                         self._rows(self.rank, y_offset + (r - first_row) * stride, stride, (1, B))[0] = y_NB[
                             r
                         ]

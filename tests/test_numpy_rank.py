@@ -79,6 +79,7 @@ def test_numbers_are_the_document_s() -> None:
         "mode",
         "quantisation",
         "kind of a wave cell",
+        "bits of gradients",
         "dtype",
     ):
         for pair in named[what].split(", "):
@@ -91,6 +92,7 @@ def test_numbers_are_the_document_s() -> None:
         "bytes of a refusal's text": numpy_rank.CELL_TEXT_BYTES,
         "bytes of a code in portable and line": numpy_rank.CODE_BYTES,
         "most bytes beside a row's elements": numpy_rank.BESIDE_A_ROW,
+        "room for a row of y or z, at least": numpy_rank.LEAST_RETURNED,
     }
     assert (
         named["bytes of a line, and of its payload"] == f"{numpy_rank.LINE_BYTES}, {numpy_rank.LINE_PAYLOAD}"
@@ -594,7 +596,8 @@ def test_right_contents_are_right(pool: RankPool, push: bool) -> None:
 
 
 LIES = {
-    "a mode that doesn't exist": ({"MODE": 2}, "mode 2"),
+    "a mode that doesn't exist": ({"MODE": 3}, "mode 3"),
+    "a fused call": ({"MODE": 2}, "the call is dispatch on rank 0 and moe_a2a.moe on rank 1"),
     "no rows a flag": ({"MODE": 1, "FLAG_ROWS": -1}, "-1 rows a flag"),
     "less than no rows": ({"PAD_LO": -2, "PAD_HI": -1}, "pad_to = -2"),
     "a digest": ({"ROUTING_LO": 5}, "routing"),
@@ -663,6 +666,77 @@ def test_watermarks_that_lie(pool: RankPool, fmt: str, fault: str, push: bool, w
 def test_flags_that_are_wrong(pool: RankPool, fmt: str, fault: str) -> None:
     spec = usual(fmt, timeout=0.5, push=True, always=True)
     check(pool.run(2, bodies.wrong_flags, spec, 1, fault)[0], "PeerTimeout", "rank 1")
+
+
+# ranks, numpy's rank, format, calls, more.
+FUSED_RUNS: dict[str, tuple[int, int, str, int, dict[str, Any]]] = {
+    "2 ranks, compact": (2, 0, "compact", 40, {}),
+    "2 ranks, portable, V of 5": (2, 1, "portable", 40, {"largest_code": 5}),
+    "3 ranks, portable, three slots, V of 7": (3, 1, "portable", 36, {"depth": 3, "largest_code": 7}),
+    "3 ranks, compact, around V": (3, 2, "compact", 36, {"first_n": 2**62 - 20}),
+    "3 ranks, push, V of 6": (3, 0, "compact", 36, {"push": True, "largest_code": 6, "flag_rows": 2}),
+    "2 ranks, portable, push": (2, 1, "portable", 36, {"push": True, "largest_code": 5}),
+    "in waves": (3, 1, "compact", 36, {"recv_rows": 9, "largest_code": 5}),
+    "in waves of push": (2, 0, "portable", 36, {"push": True, "recv_rows": 7, "largest_code": 6}),
+}
+
+
+@pytest.mark.parametrize("run", FUSED_RUNS)
+def test_fused_calls_and_rounds(pool: RankPool, run: str) -> None:
+    """Fused calls whole and in halves, dispatches, aborts and rounds in one sequence, with numpy as source and owner."""
+    ranks, numpy_at, fmt, calls, more = FUSED_RUNS[run]
+    spec = bodies.Spec(7, 3, 24, 40, record_format=fmt, **more)
+    ran = pool.run(ranks, bodies.fused_steps, spec, numpy_at, calls, list(FUSED_RUNS).index(run))
+    product = ran[1 if numpy_at == 0 else 0]
+    assert min(found["compared"] for found in ran) > calls // 2
+    assert ("waves" in run) == (product["waves"] > product["dispatches"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "numpy_at", "fmt", "operator"),
+    [
+        (2, 0, "compact", "moe"),
+        (3, 1, "portable", "moe"),
+        (2, 1, "portable", "moe_apply"),
+        (3, 2, "compact", "moe_apply"),
+    ],
+)
+def test_no_expert_waits_for_rows_of_another_one(
+    pool: RankPool, ranks: int, numpy_at: int, fmt: str, operator: str
+) -> None:
+    """One source's rows for the first expert come when all others have been computed, and not before."""
+    spec = bodies.Spec(8, 2, 8, 4, record_format=fmt)
+    found = pool.run(ranks, bodies.delayed_expert, spec, numpy_at, operator)
+    assert found.pop(numpy_at) is True, (
+        f"the delayed rows went out before the other experts were computed: {found}"
+    )
+    for order in found:
+        assert order[-1] == 0 and sorted(order) == list(range(len(order))), found
+        assert len(order) >= 2
+
+
+@pytest.mark.parametrize("fmt", ["compact", "portable"])
+@pytest.mark.parametrize(("ranks", "numpy_at", "fusing"), [(2, 0, 0), (2, 0, 1), (3, 1, 2)])
+def test_a_fused_call_meets_a_dispatch(
+    pool: RankPool, ranks: int, numpy_at: int, fusing: int, fmt: str
+) -> None:
+    for error in pool.run(ranks, bodies.fused_mismatches, usual(fmt), numpy_at, fusing):
+        check(error, "CallMismatch")
+
+
+@pytest.mark.parametrize("fmt", ["compact", "portable"])
+@pytest.mark.parametrize(("numpy_at", "refuser"), [(0, 0), (0, 1)])
+def test_experts_that_fail(pool: RankPool, numpy_at: int, refuser: int, fmt: str) -> None:
+    """The owner refuses its rows; the group stays usable, also when rows of the call it ended come late, over laps."""
+    spec = usual(fmt, largest_code=6)
+    for rank, errors in enumerate(pool.run(3, bodies.fused_refusals, spec, numpy_at, refuser)):
+        for error in errors:
+            check(error, "ValueError" if rank == refuser else "PeerAborted", "expert without a clue")
+
+
+def test_gradients_that_some_rank_wants(pool: RankPool) -> None:
+    for found in pool.run(3, bodies.gradient_words, usual(), 1):
+        assert found == [0, 1, 2, 4, 12]
 
 
 def test_foreign_record_is_checked(pool: RankPool) -> None:

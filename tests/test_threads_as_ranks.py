@@ -18,6 +18,7 @@ from moe_a2a.op_host.layout import Format
 
 FORMATS = list(Format)
 PROTOCOLS = ["pull", "push", "mixed"]
+FUSING = [Format.COMPACT, Format.PORTABLE]
 
 
 def rules() -> list[str]:
@@ -44,7 +45,15 @@ def all_ok(harness: Harness, setups: list[Setup]) -> None:
 
 def mixture(record_format: Format, protocol: str, seed: int, **options: object) -> list[Setup]:
     """Groups of every size, with V just above what it must be and with one that never wraps, with and without waves."""
-    common = {"steps": 4000, "seconds": 0.8, "timeout": 30, "delay": 0.03, "seed": seed, **options}
+    common = {
+        "steps": 4000,
+        "seconds": 0.8,
+        "timeout": 30,
+        "delay": 0.03,
+        "seed": seed,
+        **ALL_KINDS,
+        **options,
+    }
     sizes = itertools.cycle([(2, 2), (3, 3), (4, 2), (2, 3), (3, 2), (4, 3)])
     setups = []
     for number, (codes, recv_rows) in enumerate(
@@ -95,13 +104,14 @@ SANITIZED = [
     Setup(protocol="pull", format=Format.PORTABLE, recv_rows=3, slots=3),
     Setup(protocol="mixed", format=Format.PORTABLE, codes=7, ranks=2, slots=3),
     Setup(protocol="push", format=Format.LINE, codes=5, row_bytes=500),
+    Setup(protocol="pull", codes=6, recv_rows=4, options={"fused": 0.8}),
 ]
 
 
 @pytest.mark.parametrize("name", ["thread", "address"])
 def test_sanitizers_find_nothing(name: str) -> None:
-    common = {"steps": 3000, "seconds": 1.5, "timeout": 60, "delay": 0.03}
-    all_ok(variant(name), [setup.but(**common) for setup in SANITIZED])
+    common = {"steps": 3000, "seconds": 1.5, "timeout": 60, "delay": 0.03, **ALL_KINDS}
+    all_ok(variant(name), [setup.but(**{**common, **setup.options}) for setup in SANITIZED])
 
 
 @pytest.mark.parametrize("name", ["thread", "address"])
@@ -161,6 +171,10 @@ SAME = {"one_type": 1}
 NOTHING_ELSE = dict.fromkeys(
     ["abort", "small", "tag", "bad", "again", "async", "sparse", "weights", "align", "pad", "window"], 0
 )
+
+# Fused calls and little else; ALL_KINDS: fused calls, rounds and pairs among dispatches, in every mixture.
+FUSED = {"fused": 1.0, "weights": 0, "pad": 0}
+ALL_KINDS = {"fused": 0.35, "round": 0.15, "pairs": 0.2}
 
 # Rule -> setups in which dropping it shows: the first one always runs, the others in the long form.
 FAULTS: dict[str, list[Setup]] = {
@@ -315,6 +329,14 @@ FAULTS: dict[str, list[Setup]] = {
             options={"reuse": 0.8, "sparse": 0, "focus": "line payload:0.5:500"},
         )
     ],
+    "EXPERT_HAS_ALL_ROWS": [
+        Setup(protocol=protocol, format=record_format, options={**FUSED, **PUSH_LATE})
+        for protocol, record_format in (
+            ("pull", Format.COMPACT),
+            ("push", Format.COMPACT),
+            ("pull", Format.PORTABLE),
+        )
+    ],
     "LOST_PEER_IS_MISSING": [
         Setup(
             ranks=3,
@@ -322,6 +344,40 @@ FAULTS: dict[str, list[Setup]] = {
             options={"scenario": "leave late", "focus": "look for losses:1:4000"},
         )
         for record_format in FORMATS
+    ],
+}
+
+
+# The same for what fused calls and rounds do by the rules that dispatches follow.
+MORE_FAULTS: dict[str, list[Setup]] = {
+    # Rank 0's rows for an owner's first expert need no record to be placed. A third rank still sums what they overwrite.
+    "RECORDS_BEFORE_ROWS": [Setup(format=one, options={**FUSED, **SUM_LATE}) for one in FUSING],
+    "REUSE_HAS_RECORDS": [
+        Setup(format=one, options={"round": 1.0, "fused": 0.3, **SUM_LATE}) for one in FORMATS
+    ],
+    "RECORDS_BEFORE_Y": [Setup(format=one, options={**FUSED, **SUM_LATE}) for one in FUSING],
+    "Y_SLOTS": [Setup(format=one, options={**FUSED, **SUM_LATE}) for one in FUSING],
+    # In a group without push, whose row flags are of fused calls only.
+    "CLEAR_IN_A_NEW_LAP": [
+        Setup(codes=5, format=one, options={**FUSED, **SAME, **PUSH_LATE, "drop_handle": drop})
+        for one in FUSING
+        for drop in (0.12, 0.9)
+    ],
+    # Rows that come when their owner has refused its own and gone on.
+    "CLEAR_TWICE": [
+        Setup(codes=6, format=one, options={**FUSED, **SAME, **PUSH_LATE, "bad": 0.4, "drop_handle": 0.4})
+        for one in FUSING
+    ],
+    "CLEAR_BEFORE_RECORD": [
+        Setup(codes=5, format=one, options={**FUSED, "focus": "lap:0.3:2000"}) for one in FUSING
+    ],
+    "PAYLOAD_BEFORE_ROW_FLAG": [
+        Setup(format=one, options={**FUSED, "focus": "row flag:0.2:2000"}) for one in FUSING
+    ],
+    "WAVE_IS_READ": [Setup(recv_rows=4, format=one, options={**FUSED, **TAKE_LATE}) for one in FUSING],
+    "WAVE_IS_CLEARED": [Setup(recv_rows=4, format=one, options={**FUSED, **PUSH_LATE}) for one in FUSING],
+    "CLEAR_BEFORE_WAVE_READ": [
+        Setup(recv_rows=4, format=one, options={**FUSED, "focus": "wave clear:0.2:2000"}) for one in FUSING
     ],
 }
 
@@ -360,6 +416,19 @@ def is_missed(rule: str, setup: Setup, seeds: range, control_seconds: float) -> 
 @pytest.mark.parametrize("rule", FAULTS)
 def test_a_dropped_rule_is_missed(rule: str) -> None:
     is_missed(rule, FAULTS[rule][0], range(1, 4), control_seconds=0.5)
+
+
+@pytest.mark.parametrize("rule", MORE_FAULTS)
+def test_a_dropped_rule_is_missed_in_fused_calls_and_rounds(rule: str) -> None:
+    is_missed(rule, MORE_FAULTS[rule][0], range(1, 4), control_seconds=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "number"), [(rule, i) for rule, setups in MORE_FAULTS.items() for i in range(len(setups))]
+)
+def test_a_dropped_rule_is_missed_in_every_fused_setup(rule: str, number: int) -> None:
+    is_missed(rule, MORE_FAULTS[rule][number], range(11, 14), control_seconds=5)
 
 
 @pytest.mark.slow

@@ -124,6 +124,86 @@ def test_inputs_may_change_after_the_call(
     pool.run(ranks, window_bytes.inputs_may_change, spec, Step((32,) * ranks, 2, 40))
 
 
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("protocol", ["pull", "push"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_fused_call_copies_each_row_once(
+    pool: RankPool, ranks: int, protocol: str, gradients: bool
+) -> None:
+    """Each pair's row is written once, into its owner's window, and nothing else is copied until the sums; backward needs the
+    received rows, so they are kept, once.
+    """
+    for record_format in ("compact", "portable"):
+        spec = GroupSpec(8, 3, 24, 65, record_format=record_format, protocol=protocol)
+        for routing in ("distinct", "any", "one"):
+            step = Step((24, 0, 17)[:ranks], 3, 65, routing=routing, drop=0.2, rows="random")
+            found = pool.run(ranks, window_bytes.count_fused_copies, spec, step, gradients)
+            for rank, n in enumerate(found):
+                copied, row, what = n["copied"], n["row"], f"rank {rank} of {ranks}, {record_format}, {n}"
+                kept = n["rows"] if gradients else 0
+                assert copied["dispatch_in"] == 0, what
+                assert copied["dispatch_push"] == n["leaving"] * row, what
+                assert copied["dispatch_out"] == (n["own"] + kept) * row, what
+                assert copied["combine_in"] == 0, what
+                returned = n["rows"] - n["own"] if protocol == "push" else 0
+                assert copied["combine_push"] == returned * row, what
+                assert copied["combine_out"] == n["tokens"] * row, what
+            written = sum(
+                n["copied"]["dispatch_push"]
+                + n["copied"]["dispatch_out"]
+                - (n["rows"] * n["row"] if gradients else 0)
+                for n in found
+            )
+            assert written == sum(n["rows"] for n in found) * found[0]["row"]
+
+
+FUSED_COUNTED = """
+import ctypes, sys
+import torch, torch.distributed as dist, moe_a2a
+rank, store = int(sys.argv[1]), sys.argv[2]
+shim = ctypes.CDLL(None)
+shim.bytes_in_rows.restype = ctypes.c_size_t
+shim.watch_rows_of.argtypes = [ctypes.c_size_t]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+T, H, E, K = 24, 2503, 5, 3  # rows of 10012 bytes: nothing else is a multiple of that
+for protocol in ("pull", "push"):
+    group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, dtype=torch.float32, timeout=30, warmup_timeout=30,
+        protocol=protocol)
+    push = protocol == "push"
+    generator = torch.Generator().manual_seed(rank)
+    local = group.local_experts
+    up, down = torch.randn(len(local), 3, H) / 50, torch.randn(len(local), H, 3)
+    for turn in range(6):
+        x = torch.randn(T, H, generator=generator)
+        idx = torch.randint(-1, E, (T, K), generator=generator)
+        up.requires_grad_(turn >= 4)
+        dist.barrier()
+        before = group.stats()["copied_bytes"]
+        shim.watch_rows_of(4 * H)
+        if turn < 2:
+            out = moe_a2a.moe_apply(lambda rows, e: rows.mul_(2.0), x, idx, None, group)
+        else:
+            out = moe_a2a.moe(x, idx, None, up, down, group, gated=False)
+        seen = shim.bytes_in_rows()
+        shim.watch_rows_of(0)
+        after = group.stats()["copied_bytes"]
+        counted = {name: after[name] - before[name] for name in after}
+        own = ((idx >= local.start) & (idx < local.stop)).sum().item()
+        leave = (idx >= 0).sum().item() - own
+        matrix = group.stats()["send_count_matrix"]
+        N = matrix[:, local.start : local.stop].sum().item()
+        kept = N if turn >= 4 else 0
+        give = N - own if push else 0
+        assert seen == 4 * H * (own + leave + kept + give), (turn, seen, 4 * H, own, leave, kept, give, counted)
+        assert counted == {
+            "dispatch_in": 0, "dispatch_push": 4 * H * leave, "dispatch_out": 4 * H * (own + kept),
+            "combine_in": 0, "combine_push": 4 * H * give, "combine_out": 4 * H * T,
+        }, counted
+    print("counted", protocol, flush=True)
+"""
+
+
 COUNTED = """
 import ctypes, sys
 import torch, torch.distributed as dist, moe_a2a
@@ -176,9 +256,10 @@ for protocol in ("pull", "push"):
 """
 
 
-def test_copied_payload_as_seen_from_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [COUNTED, FUSED_COUNTED], ids=["parts", "fused"])
+def test_copied_payload_as_seen_from_outside(tmp_path: Path, program: str) -> None:
     """What the product counts is what went through memcpy, and that is the design's number: ordinary rows and rows in a window
-    in turns, pulled and pushed.
+    in turns, fused calls with and without gradients; pulled and pushed.
     """
     shim = tmp_path / "memcpy_count.so"
     source = Path(__file__).with_name("memcpy_count.c")
@@ -191,7 +272,7 @@ def test_copied_payload_as_seen_from_outside(tmp_path: Path) -> None:
     )
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", COUNTED, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
             env={**os.environ, "LD_PRELOAD": str(shim)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

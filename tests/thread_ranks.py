@@ -210,7 +210,14 @@ def main() -> None:
                     protocol=protocol,
                     recv_rows=recv_rows,
                     codes=5,
-                    options={"steps": 300, "timeout": 60, "delay": 0.02},
+                    options={
+                        "steps": 300,
+                        "timeout": 60,
+                        "delay": 0.02,
+                        "fused": 0.3,
+                        "round": 0.15,
+                        "pairs": 0.2,
+                    },
                 )
                 outcome = harness.run(setup)
                 waves = "waves" if recv_rows else "no waves"

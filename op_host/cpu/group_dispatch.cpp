@@ -403,9 +403,9 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
   int64_t leaves = 0;
   for (int64_t e = 0; e < experts; ++e)
     if (e < local_begin_ || e >= local_end_) leaves += call.counts[static_cast<size_t>(e)];
-  // A push needs the peers' records, so it would keep a caller waiting who asked not to.
-  const bool push = !input.async && !input.fused && choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below,
-                                                tiling_.dispatch_push_from, epoch, 0);
+  // A push needs the peers' records, so it would keep a caller waiting who asked not to. A round has no rows.
+  const bool push = !input.async && !input.fused && !input.round &&
+                    choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below, tiling_.dispatch_push_from, epoch, 0);
   header.mode = static_cast<int32_t>(input.fused ? Mode::FUSED : push ? Mode::PUSH : Mode::PULL);
   header.flag_rows = static_cast<int32_t>(push ? tiling_.flag_rows : 0);
 
@@ -458,6 +458,14 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
     call.waves = 1;
     push_wave(call, 0, false);
   }
+  // The rows of rank 0 for an owner's first expert are the only ones whose place hangs on no record.
+  if (dropped(Rule::RECORDS_BEFORE_ROWS) && input.fused && rank_ == 0)
+    for (int64_t owner : all_peers_) {
+      const int64_t e = first_expert(owner, experts, layout_[WORLD_SIZE]), rows = call.counts[static_cast<size_t>(e)];
+      const Run run{0, std::min(rows, layout_[RECV_ROWS])};
+      push_rows(kernels_, layout_, call.own, call.start[static_cast<size_t>(e)], wire, false,
+                landing(call, window(owner), 0, run, 0));
+    }
 }
 
 void Group::check_pending_dispatch(int64_t group, uint64_t epoch) const {

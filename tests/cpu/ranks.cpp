@@ -194,10 +194,15 @@ struct Call {
   int64_t reused = -1;            // the call whose routing is used again
   std::vector<int64_t> tokens, top_k;
   std::vector<std::vector<int32_t>> ids;  // [R][T * K]
+  bool fused = false;             // rows are computed where they land,
+  bool in_place = false;          // and the results take their places
+  bool round = false;             // no rows: rows of the routing `reused` are combined at once
+  std::vector<int32_t> gradients; // [R]
   // its combine
   Dtype y_dtype = Dtype::F32, sum_dtype = Dtype::NONE;
   int64_t y_hidden = 1;
   std::vector<char> bad_y, bad_sum, y_in_window;
+  std::vector<char> pairs;        // [R] wants the rows as they are
 };
 
 enum class Do { SEND, WAIT, COMBINE, GIVE, TAKE, AGAIN, LATE };
@@ -246,7 +251,8 @@ Plan make_plan(int64_t most_steps) {
                p_small = p("small", 0.02), p_tag = p("tag", 0.01), p_reuse = p("reuse", 0.15), p_sparse = p("sparse", 0.4),
                p_drop = p("drop_handle", 0.12), p_bad = p("bad", 0.06), p_again = p("again", 0.05), p_window = p("window", 0.2),
                p_burst = p("burst", 0.2), p_align = p("align", 0.2), p_weights = p("weights", 0.4), p_give = p("give", 0.3),
-               p_dispatch = p("dispatch", 1.0), p_one = p("one_type", 0);
+               p_dispatch = p("dispatch", 1.0), p_one = p("one_type", 0), p_pairs = p("pairs", 0), p_round = p("round", 0),
+               p_fused = layout.line() ? 0 : p("fused", 0), p_place = p("in_place", 0.7);
   Random random{mix(options.seed, 1)};
   Plan plan;
   std::vector<int64_t> pending, open, given, good;
@@ -279,18 +285,30 @@ Plan make_plan(int64_t most_steps) {
     if (random.chance(p_weights)) call.weight_dtype = types[random.between(1, 4)];
     if (random.chance(p_align)) call.align = random.between(2, 4);
     call.guilty = flags(0);
-    call.staged = flags(p_window);
+    call.fused = random.chance(p_fused);
+    call.round = !call.fused && !good.empty() && random.chance(p_round);
+    call.pairs = flags(p_pairs);
+    call.gradients.resize(static_cast<size_t>(ranks));
+    if (!call.round)
+      for (int32_t& bits : call.gradients) bits = static_cast<int32_t>(random.below(3) == 0 ? random.below(16) : 0);
+    call.staged = flags(call.round ? 0 : p_window);
     call.async = flags(random.chance(p_async) ? (random.chance(p_mixed) ? 0.5 : 1) : 0);
     call.pads.assign(static_cast<size_t>(ranks), -1);
     call.tokens.resize(static_cast<size_t>(ranks));
     call.top_k.resize(static_cast<size_t>(ranks));
     call.ids.resize(static_cast<size_t>(ranks));
-    if (!good.empty() && random.chance(p_reuse)) {
+    if (call.fused || call.round) {
+      call.weight_dtype = Dtype::NONE;
+      call.align = 1;
+      call.async = flags(0);
+    }
+    if (call.round || (!call.fused && !good.empty() && random.chance(p_reuse))) {
       call.reused = good[static_cast<size_t>(random.below(static_cast<int64_t>(good.size())))];
       const Call& old = plan.calls[static_cast<size_t>(call.reused)];
       call.tokens = old.tokens;
       call.top_k = old.top_k;
       call.ids = old.ids;
+      if (call.round) call.align = old.align;
     } else {
       const bool sparse = random.chance(p_sparse);
       const bool full = random.chance(0.1);  // rows at high positions, now and then
@@ -310,7 +328,7 @@ Plan make_plan(int64_t most_steps) {
     for (int64_t r = 0; r < ranks; ++r) {
       const auto rows = static_cast<int64_t>(received(call, r).size());
       most = std::max(most, rows);
-      if (random.chance(p_pad)) call.pads[static_cast<size_t>(r)] = rows + random.between(0, 5);
+      if (!call.fused && !call.round && random.chance(p_pad)) call.pads[static_cast<size_t>(r)] = rows + random.between(0, 5);
     }
     // A source that pushes in waves waits for owners, so there all wait, or none.
     if (layout[PUSH] != 0 && most > layout[RECV_ROWS] && p("mixed_waves", 0) == 0)
@@ -326,7 +344,7 @@ Plan make_plan(int64_t most_steps) {
       } else {
         call.guilty = burst_guilty;
       }
-    } else if (random.chance(p_small)) {
+    } else if (!call.fused && !call.round && random.chance(p_small)) {
       const auto rows = static_cast<int64_t>(received(call, static_cast<int64_t>(guilty)).size());
       if (rows > 0) {
         call.end = End::PAD_TOO_SMALL;
@@ -340,12 +358,18 @@ Plan make_plan(int64_t most_steps) {
     do call.y_dtype = p_one > 0 ? Dtype::F32 : std::vector{Dtype::F32, Dtype::F32, Dtype::BF16, Dtype::F64}[random.below(4)];
     while (itemsize(call.y_dtype) > layout[ROW_BYTES]);
     call.y_hidden = hidden_for(call.y_dtype);
+    if (call.fused && random.chance(p_place)) {
+      call.in_place = true;
+      call.dtype = call.y_dtype;
+      call.hidden = call.y_hidden;
+    }
     if (random.chance(0.6)) call.sum_dtype = std::vector{Dtype::F32, Dtype::F64, Dtype::BF16}[random.below(3)];
     call.y_in_window = flags(p_window);
     call.bad_y = call.bad_sum = flags(0);
     if (random.chance(p_bad)) (random.chance(0.5) ? call.bad_y : call.bad_sum)[static_cast<size_t>(random.below(ranks))] = 1;
     const bool waited = std::any_of(call.async.begin(), call.async.end(), [](char one) { return one != 0; });
     if (waited) pending.push_back(call.id);
+    else if (call.round) {}
     else if (call.end == End::GOOD) open.push_back(call.id), good.push_back(call.id);
     if (good.size() > 6) good.erase(good.begin());
     plan.steps.push_back({Do::SEND, {call.id}});
@@ -428,6 +452,18 @@ uint64_t row_key(What what, const Call& call, int64_t source, int64_t token, int
   return mix(options.seed, what, call.id, source, token, k, round);
 }
 
+// What expert e of a fused call makes of a row: row * 2^(e % 8), exactly.
+void compute_row(char* row, Dtype dtype, int64_t hidden, int64_t e) {
+  const auto power = static_cast<uint64_t>(e % 8);
+  for (int64_t column = 0; column < hidden; ++column) {
+    char* at = row + column * itemsize(dtype);
+    uint64_t bits = 0;
+    std::memcpy(&bits, at, static_cast<size_t>(itemsize(dtype)));
+    bits += power << (dtype == Dtype::F64 ? 52 : dtype == Dtype::F32 ? 23 : dtype == Dtype::BF16 ? 7 : 10);
+    std::memcpy(at, &bits, static_cast<size_t>(itemsize(dtype)));
+  }
+}
+
 double get_element(const char* from, Dtype dtype) {
   if (dtype == Dtype::F64) {
     double value;
@@ -481,7 +517,7 @@ class Rank {
  public:
   Rank(const Plan& plan, Group& group, int64_t rank)
       : plan_(plan), group_(group), rank_(rank), at_(static_cast<size_t>(rank)), handles_(plan.calls.size()),
-        given_(plan.calls.size()) {}
+        given_(plan.calls.size()), spills_(plan.calls.size()) {}
 
   void run(const Step& step, int64_t number) {
     std::vector<int64_t> order = step.calls;  // every rank in its own
@@ -585,7 +621,14 @@ class Rank {
                       row_key(WEIGHT_OF_X, call, rank_, t, k));
       input.weights = {weights.data(), call.weight_dtype, token_stride, k_stride};
     }
-    input.tag = call.end == End::MISMATCH && is(call.guilty) ? 1 : 0;
+    input.fused = call.fused;
+    input.round = call.round;
+    input.gradients = call.gradients[at_];
+    if (call.end == End::MISMATCH && is(call.guilty)) {
+      // Another tag, or a fused call where the others dispatch, or the other way round.
+      if (!call.round && !options.layout.line() && random.chance(0.5)) input.fused = !call.fused;
+      else input.tag = 1;
+    }
     input.pad_to = call.pads[at_];
     input.align = call.align;
     input.async = is(call.async);
@@ -602,6 +645,10 @@ class Rank {
     uint64_t epoch = 0;
     const auto failed = attempt([&] {
       const Group::Call guard(group_, DISPATCH);
+      if (call.round) {
+        run_round(call, input, random);
+        return;
+      }
       epoch = group_.send_dispatch(input);
       if (!input.async) receive(call, epoch);
     });
@@ -613,7 +660,34 @@ class Rank {
       return;
     }
     if (const auto kind = end_for(call)) return expect(failed, *kind, "dispatch");
+    if (call.round)
+      if (const auto kind = combine_end(call)) return expect(failed, *kind, "a round");
     if (failed) unexpected(*failed);
+  }
+
+  // Inside a Group::Call.
+  void run_round(const Call& call, const Group::DispatchInput& input, Random& random) {
+    const std::vector<Pair> rows = received(call, rank_);
+    const auto total = static_cast<int64_t>(rows.size());
+    // A y that is shorter than the handle says is refused by open_round itself.
+    const bool cut = is(call.bad_y) && total > 0 && random.chance(0.5);
+    const uint64_t epoch = group_.open_round(input, cut ? total - 1 : total + random.below(3));
+    if (epoch != epoch_of(call)) wrong(say("round %ld has number %lu", call.id, epoch));
+    if (end_for(call) || cut) wrong("a round should have raised");
+    const int64_t width = call.y_hidden * itemsize(call.y_dtype);
+    Buffer y(total * width);
+    for (int64_t row = 0; row < total; ++row) {
+      const Pair& pair = rows[static_cast<size_t>(row)];
+      if (pair.source >= 0)
+        put_row(y.data() + row * width, call.y_dtype, call.y_hidden, row_key(Y_ROW, call, pair.source, pair.token, pair.k));
+    }
+    Group::CombineInput give;
+    give.dtype = call.y_dtype;
+    give.hidden = call.y_hidden;
+    if (is(call.bad_y)) give.bad_y = "the harness has no rows";
+    else give.y = {y.data(), total, width, width};
+    group_.give_rows(epoch, give);
+    finish(call, 0);
   }
 
   void wait(const Call& call) {
@@ -642,9 +716,15 @@ class Rank {
     if (plan.rows != out_rows || plan.row_bytes != width)
       wrong(say("call %ld: %ld rows of %ld bytes, expected %ld of %ld", call.id, plan.rows, plan.row_bytes, out_rows, width));
     const int64_t weight_bytes = itemsize(call.weight_dtype);
-    Buffer out(out_rows * width), weights(out_rows * weight_bytes);
     std::vector<int64_t>& handle = handles_[static_cast<size_t>(call.id)];
     handle.assign(static_cast<size_t>(plan.handle_words), int64_t{0x5a5a5a5a5a5a5a5a});
+    if (call.fused) {
+      Buffer& spill = spills_[static_cast<size_t>(call.id)];
+      if (!group_.fits(epoch)) spill = Buffer(out_rows * width);
+      group_.begin_experts(plan, spill.bytes.empty() ? nullptr : spill.data(), handle.data());
+      return check_handle(call, epoch, rows, counts, handle);
+    }
+    Buffer out(out_rows * width), weights(out_rows * weight_bytes);
     group_.receive_dispatch(plan, {out.data(), weight_bytes != 0 ? weights.data() : nullptr, nullptr}, handle.data());
     std::vector<char> want(static_cast<size_t>(std::max(width, weight_bytes)));
     for (int64_t row = 0; row < out_rows; ++row) {
@@ -664,6 +744,35 @@ class Rank {
     for (const char* end : {out.data() + out_rows * width, weights.data() + out_rows * weight_bytes})
       if (std::any_of(end, end + 64, [](char byte) { return byte != GARBAGE; })) wrong("bytes behind the output were written");
     check_handle(call, epoch, rows, counts, handle);
+  }
+
+  // Inside a Group::Call: the experts of a fused call, each when it is said to have its rows. Returns where the results are.
+  Group::ExpertRows compute(const Call& call) {
+    const uint64_t epoch = epoch_of(call);
+    std::vector<int64_t> counts;
+    const std::vector<Pair> rows = received(call, rank_, &counts);
+    Buffer& spill = spills_[static_cast<size_t>(call.id)];
+    const Group::ExpertRows at = group_.expert_rows(epoch, spill.bytes.empty() ? nullptr : spill.data());
+    const int64_t width = call.hidden * itemsize(call.dtype);
+    std::vector<char> want(static_cast<size_t>(width));
+    std::vector<char> done(counts.size());
+    for (int64_t e; (e = group_.next_expert(epoch)) >= 0;) {
+      if (e >= static_cast<int64_t>(counts.size()) || done[static_cast<size_t>(e)]++ != 0)
+        wrong(say("call %ld: expert %ld twice, or none that is here", call.id, e));
+      for (int64_t row = at.offsets[e]; row < at.offsets[e + 1]; ++row) {
+        const Pair& pair = rows[static_cast<size_t>(row)];
+        char* place = at.rows + row * at.stride;
+        put_row(want.data(), call.dtype, call.hidden, row_key(X, call, pair.source, pair.token, 0));
+        if (std::memcmp(want.data(), place, static_cast<size_t>(width)) != 0)
+          wrong(say("call %ld: row %ld of expert %ld (source %ld, token %ld)%s", call.id, row, e, pair.source, pair.token,
+                    whose(place, call).c_str()));
+        if (call.in_place) compute_row(place, call.dtype, call.hidden, experts_begin(rank_) + e);
+        else std::memset(place, GARBAGE, static_cast<size_t>(width));
+      }
+    }
+    for (size_t e = 0; e < counts.size(); ++e)
+      if ((done[e] != 0) != (counts[e] > 0)) wrong(say("call %ld: expert %ld was left out", call.id, static_cast<int64_t>(e)));
+    return at;
   }
 
   // Where a wrong row comes from, when it is a row of an older call.
@@ -691,6 +800,9 @@ class Rank {
     };
     same("epoch", handle[w::EPOCH], static_cast<int64_t>(epoch));
     same("rows", handle[w::ROWS], static_cast<int64_t>(rows.size()));
+    int64_t gradients = 0;
+    for (int32_t bits : call.gradients) gradients |= bits;
+    same("gradients", handle[w::GRADIENTS], gradients);
     const auto* offsets = reinterpret_cast<const int32_t*>(handle.data() + handle[w::OFFSETS]);
     int64_t offset = 0;
     for (size_t e = 0; e < counts.size(); ++e) {
@@ -746,15 +858,25 @@ class Rank {
     std::shared_ptr<Mapping> hold;
     int64_t stride = width + (random.chance(0.6) ? 0 : random.between(1, 9) * itemsize(call.y_dtype));
     char* y = nullptr;
+    const bool in_place = call.in_place && round == 0;
     const auto failed = attempt([&] {
-      if (round == 0 && is(call.y_in_window)) y = group_.rows_at(handle.data(), words, width, &hold);
-      if (y != nullptr) {
+      if (call.fused && round == 0 && !(is(call.bad_y) && random.chance(0.5))) {
+        const Group::Call guard(group_, MOE);
+        group_.check_handle(handle.data(), words);
+        const Group::ExpertRows computed = compute(call);
+        if (in_place) y = computed.rows;
+        if (in_place) stride = computed.stride;
+      }
+      if (in_place) {
+      } else if (round == 0 && is(call.y_in_window)) y = group_.rows_at(handle.data(), words, width, &hold);
+      if (in_place) {
+      } else if (y != nullptr) {
         stride = random.chance(0.5) ? width : options.layout.row_stride(width);
       } else {
         plain = Buffer(out_rows * stride);
         y = plain.data();
       }
-      for (int64_t row = 0; row < static_cast<int64_t>(rows.size()); ++row) {
+      for (int64_t row = 0; !in_place && row < static_cast<int64_t>(rows.size()); ++row) {
         const Pair& pair = rows[static_cast<size_t>(row)];
         if (pair.source >= 0)
           put_row(y + row * stride, call.y_dtype, call.y_hidden, row_key(Y_ROW, call, pair.source, pair.token, pair.k, round));
@@ -767,7 +889,7 @@ class Rank {
         input.y = {y, out_rows, width, stride};
         if (is(call.bad_sum) && !async) input.bad_sum = "the harness has no weights";
       }
-      group_.give_rows(input);
+      group_.give_rows(epoch_of(call), input);
       if (async) {
         given_[static_cast<size_t>(call.id)] = 1;
         return;
@@ -775,6 +897,8 @@ class Rank {
       finish(call, round);
     });
     std::fill(plain.bytes.begin(), plain.bytes.end(), GARBAGE);
+    auto& spill = spills_[static_cast<size_t>(call.id)].bytes;
+    if (round == 0) std::fill(spill.begin(), spill.end(), GARBAGE);
     const auto kind = combine_end(call);
     if (!failed && !async && kind) wrong(say("combine should have raised kind %d", static_cast<int>(*kind)));
     if (!failed) return;
@@ -801,19 +925,36 @@ class Rank {
       weights = {data.data(), call.sum_dtype, token_stride, k_stride};
     }
     if (is(call.bad_sum)) bad = "the harness has no weights";
-    Buffer out(tokens * width);
-    group_.take_rows(epoch_of(call), weights, bad, FailureKind::BAD_VALUE, out.data());
+    const bool pairs = is(call.pairs);
+    const int64_t out_width = (pairs ? top_k : 1) * width;
+    Buffer out(tokens * out_width);
+    group_.take_rows(epoch_of(call), weights, bad, FailureKind::BAD_VALUE, out.data(), pairs);
     if (combine_end(call)) wrong("combine should have raised");
     std::vector<char> row(static_cast<size_t>(width)), want(static_cast<size_t>(width));
+    const auto result_of = [&](int64_t t, int64_t k, char* to) {
+      const int32_t e = call.ids[at_][static_cast<size_t>(t * top_k + k)];
+      if (call.in_place && round == 0) {
+        put_row(to, call.dtype, call.hidden, row_key(X, call, rank_, t, 0));
+        compute_row(to, call.dtype, call.hidden, e);
+      } else {
+        put_row(to, call.y_dtype, call.y_hidden, row_key(Y_ROW, call, rank_, t, k, round));
+      }
+    };
+    for (int64_t pair = 0; pairs && pair < tokens * top_k; ++pair) {
+      std::fill(want.begin(), want.end(), 0);
+      if (call.ids[at_][static_cast<size_t>(pair)] >= 0) result_of(pair / top_k, pair % top_k, want.data());
+      if (std::memcmp(want.data(), out.data() + pair * width, static_cast<size_t>(width)) != 0)
+        wrong(say("call %ld: pair %ld of %ld", call.id, pair, tokens * top_k));
+    }
     const bool doubles = call.y_dtype == Dtype::F64;
     const int64_t step = itemsize(call.y_dtype);
     std::vector<double> sums(static_cast<size_t>(call.y_hidden));
-    for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t t = 0; !pairs && t < tokens; ++t) {
       bool first = true;
       std::fill(sums.begin(), sums.end(), 0.0);
       for (int64_t k = 0; k < top_k; ++k) {
         if (call.ids[at_][static_cast<size_t>(t * top_k + k)] < 0) continue;
-        put_row(row.data(), call.y_dtype, call.y_hidden, row_key(Y_ROW, call, rank_, t, k, round));
+        result_of(t, k, row.data());
         for (int64_t column = 0; column < call.y_hidden; ++column) {
           double& sum = sums[static_cast<size_t>(column)];
           double term = get_element(row.data() + column * step, call.y_dtype);
@@ -833,7 +974,7 @@ class Rank {
       if (std::memcmp(want.data(), out.data() + t * width, static_cast<size_t>(width)) != 0)
         wrong(say("combine of call %ld: token %ld of %ld", call.id, t, tokens));
     }
-    const char* end = out.data() + tokens * width;
+    const char* end = out.data() + tokens * out_width;
     if (std::any_of(end, end + 64, [](char byte) { return byte != GARBAGE; })) wrong("bytes behind the sums were written");
   }
 
@@ -877,6 +1018,7 @@ class Rank {
   const size_t at_;
   std::vector<std::vector<int64_t>> handles_;
   std::vector<char> given_;
+  std::vector<Buffer> spills_;  // rows of fused calls that came in waves
 };
 
 // ------------------------------------------------------------------------------------------------------------------ runs
@@ -1000,6 +1142,8 @@ Plan one_call(int64_t id) {
     call.hidden = call.y_hidden = options.layout[ROW_BYTES] / itemsize(Dtype::F32);
     call.guilty = call.async = call.staged = call.bad_y = call.bad_sum = call.y_in_window = std::vector<char>(each, 0);
     call.pads.assign(each, -1);
+    call.pairs.assign(each, 0);
+    call.gradients.assign(each, 0);
     call.tokens.assign(each, tokens);
     call.top_k.assign(each, top_k);
     std::vector<int32_t> ids;

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a import reference
+from moe_a2a.op_host.layout import HandleView
 from rank_bodies.errors import Caught, caught
 from rank_bodies.inputs import (
     GroupSpec,
@@ -1377,7 +1378,7 @@ class WrongRank(NumpyRank):
 
     def _put(self, window: int, start: int, b: int, data: bytes | Any) -> None:
         if self.n >= 2 and self.sizes.push and not isinstance(data, bytes):
-            in_row = self.at.row <= start < self.at.row_flag
+            in_row = self.at.row <= start < self.at.z
             if in_row and self.wrong in ("a bit of a pushed row", "a bit behind a pushed row"):
                 data = data.copy()
                 data[0 if "of" in self.wrong else -1] ^= 1
@@ -1556,3 +1557,398 @@ def wrong_flags(ctx: RankContext, spec: GroupSpec, numpy_at: int, fault: str) ->
         error = caught(partial(one_step, player, turn, inputs, spec.experts, fault))
         ctx.barrier()
         return error
+
+
+# --------------------------------------------------------------------------------------------------- fused calls and rounds
+
+FUSED_PROGRAMS = {
+    2: [
+        "F0 F1",
+        "D0 F1 C0",
+        "F0 D1 C1",
+        "P0 P1 Q1 Q0",
+        "P0 D1 Q0 C1",
+        "D0 P1 C0 Q1",
+        "P0 F1 Q0",
+        "P0 X1 Q0",
+        "D0 R1 C0",
+        "D0 C0 R1",
+    ],
+    3: ["P0 P1 P2 Q1 Q0 Q2", "D0 P1 F2 C0 Q1", "D0 R1 P2 C0 Q2", "D0 D1 P2 Q2 C1 C0", "P0 R1 Q0"],
+}
+
+
+def fused_program(seed: int, depth: int, calls: int) -> list[str]:
+    """F a fused call, P and Q its halves, R a round on the newest routing, X a call that one rank aborts; else as above."""
+    rng = random.Random(seed)
+    kinds = [block for size in range(2, depth + 1) for block in FUSED_PROGRAMS[size]]
+    program: list[str] = []
+    first = 0
+    while first < calls:
+        words = rng.choice(kinds).split()
+        program += [f"{word[0]}{first + int(word[1:])}" for word in words]
+        first = max(int(word[1:]) for word in program) + 1
+    return program
+
+
+def relu_expert(expert: int, rows: Tensor) -> Tensor:
+    """``relu(x) * 2**(e mod 8)``, which products with a diagonal make exactly, too."""
+    return rows.relu() * 2.0 ** (expert % 8)
+
+
+def diagonals(player: Player, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[E_local, H, H] parameters of experts without a gate that make :func:`relu_expert` of their rows."""
+    local = player.group.local_experts
+    eye = torch.eye(hidden, dtype=dtype).repeat(len(local), 1, 1)
+    factors = torch.tensor([2.0 ** (e % 8) for e in local], dtype=dtype)
+    return eye, eye * factors[:, None, None]
+
+
+class _Fused:
+    """A fused call of the product or of the numpy rank, in two halves."""
+
+    def __init__(self, player: Player, mine: Inputs, turn: Turn) -> None:
+        self.player, self.mine, self.turn = player, mine, turn
+        self.weights = turn.combine_weights(mine)
+        self.pending: Any = None
+
+    def begin(self) -> None:
+        player, mine, turn = self.player, self.mine, self.turn
+        if isinstance(player, NumpyPlayer):
+            node = player.node
+            self.call = node.begin(
+                to_numpy(mine.x_TH),
+                mine.idx_TK.numpy(),
+                None,
+                code_of(mine.x_TH),
+                tag=turn.tag,
+                fused=True,
+                gradients=0,
+            )
+            self.met = node.push_experts(self.call) if node.fits(self.call) else None
+            if self.met is None:  # in waves the rows come with the call
+                self.got = node.receive(self.call)
+            return
+        up, down = diagonals(player, turn.step.hidden, mine.x_TH.dtype)
+        self.pending = moe_a2a.moe(
+            mine.x_TH,
+            mine.idx_TK,
+            self.weights,
+            up,
+            down,
+            player.group,
+            activation="relu",
+            gated=False,
+            async_op=True,
+            tag=turn.tag,
+        )
+
+    def finish(self) -> Tensor:
+        player, mine = self.player, self.mine
+        if not isinstance(player, NumpyPlayer):
+            return self.pending.wait()  # type: ignore[no-any-return]
+        node, dtype = player.node, mine.x_TH.dtype
+
+        def expert(x_nH: Any, e: int) -> Any:
+            return to_numpy(relu_expert(e, to_torch(x_nH.copy(), dtype)))
+
+        if self.met is not None:
+            computed = node.compute_experts(self.call, self.met, expert)
+            y, handle = computed.y_NH, computed.handle
+        else:
+            y, handle, at = self.got.x_NH, self.got.handle, 0
+            for e, count in zip(node.own, self.got.counts, strict=True):
+                y[at : at + count] = expert(y[at : at + count], e)
+                at += count
+        out = node.combine(
+            y,
+            handle,
+            None if self.weights is None else to_numpy(self.weights),
+            code_of(mine.x_TH),
+            code_of(self.weights),
+            wide=self.turn.other,
+            push=player._pushes(),
+            there=self.met is not None and not self.turn.other,
+        )
+        return to_torch(out, dtype)
+
+    def whole(self) -> Tensor:
+        player, mine, turn = self.player, self.mine, self.turn
+        if isinstance(player, NumpyPlayer) or player.rng.random() < 0.4:
+            self.begin()
+            return self.finish()
+        tag, first = turn.tag, player.group.local_experts.start
+        if player.rng.random() < 0.5:
+            up, down = diagonals(player, turn.step.hidden, mine.x_TH.dtype)
+            return moe_a2a.moe(
+                mine.x_TH,
+                mine.idx_TK,
+                self.weights,
+                up,
+                down,
+                player.group,
+                activation="relu",
+                gated=False,
+                tag=tag,
+            )
+        return moe_a2a.moe_apply(
+            lambda rows, e: relu_expert(first + e, rows),
+            mine.x_TH,
+            mine.idx_TK,
+            self.weights,
+            player.group,
+            tag=tag,
+        )
+
+
+def rounds_rows(turn: Turn, matrix_RE: Tensor, rank: int, hidden: int) -> Tensor:
+    """[N, H] doubles that tell (expert, source, how many earlier) apart, zeros in the padding."""
+    parts = []
+    local = reference.expert_owner(matrix_RE.shape[1], matrix_RE.shape[0])[rank]
+    for e in local:
+        rows = [
+            torch.full((1, hidden), 1.0 + e * 1e6 + s * 1e3 + i, dtype=torch.float64)
+            for s in range(matrix_RE.shape[0])
+            for i in range(int(matrix_RE[s, e]))
+        ]
+        parts += rows + [torch.zeros(1, hidden, dtype=torch.float64)] * (-len(rows) % turn.padding)
+    return torch.cat(parts) if parts else torch.zeros(0, hidden, dtype=torch.float64)
+
+
+def rounds_result(idx_TK: Tensor, rank: int, hidden: int) -> Tensor:
+    """[T, K, H]: what comes back of :func:`rounds_rows`, for each pair."""
+    T, K = idx_TK.shape
+    out = torch.zeros(T, K, hidden, dtype=torch.float64)
+    seen: dict[int, int] = {}
+    for t in range(T):
+        for k in range(K):
+            e = int(idx_TK[t, k])
+            if e < 0:
+                continue
+            out[t, k] = 1.0 + e * 1e6 + rank * 1e3 + seen.get(e, 0)
+            seen[e] = seen.get(e, 0) + 1
+    return out
+
+
+def again(player: Player, y: Tensor, d: Any, tag: int, pairs: bool) -> Tensor:
+    """Combine y by the routing of a dispatch, on a round of its own."""
+    if isinstance(player, NumpyPlayer):
+        handle = player.node.round(d.handle.real, tag)
+        push = player._pushes()
+        out = player.node.combine(to_numpy(y), handle, None, code_of(y), push=push, pairs=pairs)
+        return to_torch(out, y.dtype)
+    behind = torch.full((len(d.x) - len(y), y.shape[1]), float("nan"), dtype=y.dtype)
+    y = torch.cat([y, behind])
+    out = torch.ops.moe_a2a.combine_again_raw(y, d.handle.meta, player.group.name, tag, pairs)
+    return out.view(*HandleView(d.handle.meta).expert_TK.shape, y.shape[1]) if pairs else out
+
+
+def fused_steps(ctx: RankContext, spec: Spec, numpy_at: int, calls: int, seed: int) -> dict[str, int]:
+    """Fused calls, dispatches and rounds in one sequence with random delays; all compared with the oracle."""
+    program = fused_program(seed, spec.depth, calls)
+    rng = random.Random(seed)
+    turns, rounds = {}, {}
+    for word in program:
+        i = int(word[1:])
+        if word[0] in "DFPX":
+            turn = make_turn(1000 * seed + i, spec, ctx.world_size)
+            turns[i] = turn
+            if word[0] != "D":
+                step = replace(turn.step, y_dtype=None, weigh="combine")
+                turns[i] = replace(turn, step=step, quantize=None, padding=1, pads=())
+        elif word[0] == "R":
+            rounds[i] = (
+                max(j for j in turns if j < i and f"D{j}" in program),
+                rng.random() < 0.5,
+                rng.randint(1, 2),
+            )
+        if word[0] == "X":
+            rounds[i] = (rng.randrange(ctx.world_size), False, 0)
+    inputs = {i: turn.inputs(spec.experts) for i, turn in turns.items()}
+    opened: dict[int, Any] = {}
+    outs: dict[int, Tensor] = {}
+    fused: dict[int, _Fused] = {}
+    with playing(ctx, spec, numpy_at) as player:
+        for word in program:
+            i = int(word[1:])
+            ctx.jitter(2)
+            if word[0] == "X":
+                guilty = rounds[i][0] == ctx.rank
+                error = (
+                    caught(lambda: player.abort("no"))
+                    if guilty
+                    else caught(_Fused(player, inputs[i][ctx.rank], turns[i]).whole)
+                )
+                assert error is not None or (guilty and player.is_numpy), word
+                continue
+            if word[0] == "R":
+                like, pairs, hidden = rounds[i]
+                matrix_RE = matrix_of(turns[like], spec.experts)
+                y_NH = rounds_rows(turns[like], matrix_RE, ctx.rank, hidden)
+                found = again(player, y_NH, opened[like], i, pairs)
+                want_TKH = rounds_result(inputs[like][ctx.rank].idx_TK, ctx.rank, hidden)
+                want = want_TKH
+                if not pairs:
+                    want = torch.zeros(want_TKH.shape[0], hidden, dtype=torch.float64)
+                    for k in range(want_TKH.shape[1]):
+                        want = want + want_TKH[:, k]
+                assert_bits(found, want, f"rank {ctx.rank} (numpy at {numpy_at}), round {i}")
+                continue
+            turn, mine = turns[i], inputs[i][ctx.rank]
+            if word[0] == "D":
+                opened[i] = player.dispatch(mine, turn)
+            elif word[0] == "C":
+                outs[i] = player.combine(results_of(player, opened[i], turn), opened[i], mine, turn)
+            elif word[0] == "F":
+                outs[i] = _Fused(player, mine, turn).whole()
+            elif word[0] == "P":
+                fused[i] = _Fused(player, mine, turn)
+                fused[i].begin()
+            else:
+                outs[i] = fused[i].finish()
+        for i, out in outs.items():
+            what = f"rank {ctx.rank} (numpy at {numpy_at}), call {i}, {turns[i]}"
+            if i in opened:
+                check_combined(turns[i], out, inputs[i], spec.experts, ctx.rank, what)
+                continue
+            weights: Any = [one.weights_TK for one in inputs[i]]
+            if turns[i].step.weight_dtype is None:
+                weights = None
+            xs, idxs = [one.x_TH for one in inputs[i]], [one.idx_TK for one in inputs[i]]
+            want = reference.moe_reference(xs, idxs, weights, relu_expert, spec.experts)[ctx.rank]
+            assert_bits(out, want, f"{what}: fused")
+        stats = {} if player.is_numpy else player.group.stats()
+        return {
+            "compared": len(outs),
+            "waves": stats.get("waves", 0),
+            "dispatches": stats.get("dispatches", 0),
+        }
+
+
+class DelayingRank(NumpyRank):
+    """Holds back its rows for the first expert of every other rank until that rank has computed all others, or seconds pass."""
+
+    patience = 2.0
+    seen = True  # whether the others were computed meanwhile
+
+    def _push_run(self, call: Any, p: int, begin: int, lo: int, hi: int) -> None:
+        expert = int(call.idx_TK.reshape(-1)[call.pairs_P[begin]])
+        if p != self.rank and expert == self.sizes.first_expert(p):
+            self.kept.append((call, p, begin, lo, hi))
+            return
+        super()._push_run(call, p, begin, lo, hi)
+        if p != self.rank:
+            self.others += [(p, self._pushed_row(call, r), call.form.element_bytes) for r in range(lo, hi)]
+
+    def push_experts(self, call: Any) -> Any:
+        self.kept: list[Any] = []
+        self.others: list[tuple[int, int, int]] = []
+        met = super().push_experts(call)
+        pushed = as_pushed = {place: self._bytes(*place).tobytes() for place in self.others}
+        deadline = time.monotonic() + self.patience
+        while pushed and time.monotonic() < deadline:
+            pushed = {place: row for place, row in pushed.items() if self._original(place) == row}
+            time.sleep(1e-3)
+        self.seen = not pushed and bool(as_pushed)
+        for run in self.kept:
+            super()._push_run(*run)
+        return met
+
+    def _original(self, place: tuple[int, int, int]) -> bytes:
+        return self._bytes(*place).tobytes()
+
+
+def delayed_expert(ctx: RankContext, spec: Spec, numpy_at: int, operator: str) -> list[int] | bool:
+    """A fused call in which the numpy rank delays its rows for the first expert of every product rank.
+
+    Returns of a product rank the order in which its experts were computed, as its callable and as its counters saw it; of the
+    numpy rank whether it saw the results of all other experts before it sent the rows it had delayed.
+    """
+    E = spec.experts
+    # Ones, of every rank for every expert: results, twice as large at least but for expert 0, show in the window.
+    x_TH = torch.ones(E, spec.hidden)
+    idx_TK = (torch.arange(E)[:, None] + torch.arange(2)) % E
+    order: list[int] = []
+    with playing(ctx, spec, numpy_at, DelayingRank) as player:
+        if isinstance(player, NumpyPlayer):
+            node = player.node
+            call = node.begin(x_TH.numpy(), idx_TK.numpy(), None, numpy_rank.FLOAT32, fused=True)
+            met = node.push_experts(call)
+            computed = node.compute_experts(call, met, lambda rows, e: rows * np.float32(2.0**e))
+            out = node.combine(computed.y_NH, computed.handle, None, numpy_rank.FLOAT32, there=True)
+            assert (out == (2.0**idx_TK).sum(1, keepdim=True).numpy()).all()
+            return bool(getattr(node, "seen", False))
+        group, first = player.group, player.group.local_experts.start
+        if operator == "moe":
+            up, down = diagonals(player, spec.hidden, torch.float32)
+            out_TH = moe_a2a.moe(x_TH, idx_TK, None, up, down, group, activation="relu", gated=False)
+            order = group.stats()["expert_order"]
+        else:
+
+            def record(rows: Tensor, e: int) -> Tensor:
+                order.append(e)
+                return rows.mul_(2.0 ** (first + e))
+
+            out_TH = moe_a2a.moe_apply(record, x_TH, idx_TK, None, group)
+        assert (out_TH == (2.0**idx_TK).sum(1, keepdim=True)).all()
+        assert group.stats()["expert_order"] == order
+        return order
+
+
+def fused_mismatches(ctx: RankContext, spec: Spec, numpy_at: int, fusing: int) -> Caught | None:
+    """A call that is fused on one rank and a dispatch on the others; then one that is good."""
+    turn = Turn(Step((4,) * ctx.world_size, 2, 4), (2,) * ctx.world_size)
+    mine = turn.inputs(spec.experts)[ctx.rank]
+    with playing(ctx, spec, numpy_at) as player:
+        fused = _Fused(player, mine, turn)
+        error = caught(fused.whole) if ctx.rank == fusing else caught(lambda: player.dispatch(mine, turn))
+        good_turn(player, spec, ctx.world_size, 3)
+        return error
+
+
+def fused_refusals(ctx: RankContext, spec: Spec, numpy_at: int, refuser: int) -> list[Caught | None]:
+    """Experts of one rank that can't compute, before all rows have come or after; again and again, around the codes' wrap."""
+    errors: list[Caught | None] = []
+    R = ctx.world_size
+
+    def fail(rows: Tensor, e: int) -> Tensor:
+        raise ValueError("expert without a clue")
+
+    with playing(ctx, spec, numpy_at) as player:
+        for i in range(14):
+            step = Step((5,) * R, 2, 4, weight_dtype=None, rows="random", routing="round", seed=i)
+            turn = Turn(step, (2,) * R)
+            mine = turn.inputs(spec.experts)[ctx.rank]
+            ctx.jitter(2)
+            if ctx.rank != refuser:
+                errors.append(caught(_Fused(player, mine, turn).whole))
+            elif isinstance(player, NumpyPlayer):
+                call = player.node.begin(
+                    mine.x_TH.numpy(), mine.idx_TK.numpy(), None, numpy_rank.FLOAT32, fused=True
+                )
+                player.node.refuse(player.node.push_experts(call).handle, "expert without a clue")
+            else:
+                errors.append(
+                    caught(partial(moe_a2a.moe_apply, fail, mine.x_TH, mine.idx_TK, None, player.group))
+                )
+            good_turn(player, spec, R, 100 + i)
+        return errors
+
+
+def gradient_words(ctx: RankContext, spec: Spec, numpy_at: int) -> list[int]:
+    """GRADIENTS as every rank reads them out of a call, when each wants something else."""
+    found = []
+    with playing(ctx, spec, numpy_at) as player:
+        for bits in (0, 1, 2, 4, 8 | 4):
+            mine = bits if ctx.rank == bits % ctx.world_size else 0
+            x_TH, idx_TK = torch.ones(2, spec.hidden), torch.tensor([[0], [1]])
+            if isinstance(player, NumpyPlayer):
+                call = player.node.begin(
+                    x_TH.numpy(), idx_TK.numpy(), None, numpy_rank.FLOAT32, gradients=mine
+                )
+                found.append(player.node.receive(call).handle.gradients)
+            else:
+                raw = torch.ops.moe_a2a.dispatch_raw
+                _, _, meta = raw(x_TH, idx_TK, None, player.group.name, 0, -1, 1, mine)
+                found.append(int(HandleView(meta).gradients))
+    return found

@@ -105,3 +105,37 @@ def inputs_may_change(ctx: RankContext, spec: GroupSpec, step: Step) -> None:
         y_NH.fill_(float("nan"))
         check_dispatch(group, turn_step, d, ctx.rank, f"turn {turn}")
         check_combine(turn_step, out_TH, spec.experts, ctx.rank, f"turn {turn}")
+
+
+def count_fused_copies(ctx: RankContext, spec: GroupSpec, step: Step, gradients: bool) -> dict[str, Any]:
+    """Run one checked fused call and return the bytes that it copied, with what the design allows."""
+    group = spec.open(ctx)
+    inputs = [make_inputs(step, rank, spec.experts) for rank in range(ctx.world_size)]
+    mine, local = inputs[ctx.rank], group.local_experts
+    eye = torch.eye(step.hidden, dtype=mine.x_TH.dtype)
+    down = torch.stack([eye * 2.0 ** (e % 8) for e in local]) if local else eye[None][:0]
+    up = eye.repeat(len(local), 1, 1).requires_grad_(gradients)
+    start = group.stats()["copied_bytes"]
+    out_TH = moe_a2a.moe(
+        mine.x_TH, mine.idx_TK, mine.weights_TK, up, down, group, activation="relu", gated=False
+    ).detach()
+    counts = copied(group, start)
+
+    def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
+        return rows.relu() * 2.0 ** (e % 8)
+
+    weights: Any = [one.weights_TK for one in inputs]
+    xs, idxs = [one.x_TH for one in inputs], [one.idx_TK for one in inputs]
+    want = moe_a2a.reference.moe_reference(xs, idxs, weights, expert, spec.experts)[ctx.rank]
+    assert torch.equal(out_TH, want)
+    idx_TK = mine.idx_TK
+    own = int(((idx_TK >= local.start) & (idx_TK < local.stop)).sum())
+    rows = sum(int(((idx >= local.start) & (idx < local.stop)).sum()) for idx in idxs)
+    return {
+        "copied": counts,
+        "row": step.hidden * mine.x_TH.element_size(),
+        "tokens": len(mine.x_TH),
+        "own": own,
+        "leaving": int((idx_TK >= 0).sum()) - own,
+        "rows": rows,
+    }
