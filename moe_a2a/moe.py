@@ -8,7 +8,6 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows,
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
@@ -18,9 +17,11 @@ from torch import Tensor
 
 from . import _ops, errors
 from .backward import (
+    BACKWARD,
     agreed,
     attach,
     dispatch_backward,
+    refuse_rows,
     return_again,
     return_rows,
     send_again,
@@ -115,7 +116,7 @@ class _Call:
         try:
             y, hidden = _experts_raw(rows, view.offsets, *self.experts, keep)
         except RuntimeError as error:
-            _refuse_rows(group, meta, error)
+            refuse_rows(group, meta, error, _OPERATION)
             raise
         if group._exchange is not None:
             out = group._exchange.combine(y, meta, self.weights)
@@ -132,13 +133,12 @@ class _Call:
         except RuntimeError as error:
             self.group._check_open(_OPERATION)
             native.raise_failure(error, f"{_OPERATION}: {error}")
-        self.record(out, kept, hidden, meta)
-        return out  # type: ignore[no-any-return]
+        return self.record(out, kept, hidden, meta)
 
-    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> None:
-        """Gives the result its gradients, if some rank wants any."""
+    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> Tensor:
+        """The result with its gradients, if some rank wants any."""
         if not self.recorded or not (self.gradients or HandleView(meta).gradients):
-            return
+            return out
         name, tag, spec = self.group.name, self.tag, (self.code, self.limit, self.alpha)
 
         def backward(saved: Any, needs: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor | None]:
@@ -147,21 +147,12 @@ class _Call:
                 *(grad_out, *tensors, *spec, rows, hidden, handle, name, tag, list(needs[1:6]))
             )
 
-        x = None if self.keep else _ops.lasting(self.x, name)
+        # One rank that recomputes needs everybody's rows again.
+        again = not self.keep or bool(HandleView(meta).gradients & Gradient.RECOMPUTE)
+        x = _ops.lasting(self.x, name) if again else None
         inputs = (self.x, self.weights, *self.parameters)
         saved = (x, *inputs[1:], rows, hidden, meta, _ops.seal(meta))
-        attach(backward, inputs, saved, [out])
-
-
-def _refuse_rows(group: EPGroup, meta: Tensor, error: Exception) -> None:
-    """Tells the ranks that wait for this one's rows why there are none."""
-    text = f"{_OPERATION}: on rank {group.rank}: {error}"
-    if group._exchange is not None:
-        with contextlib.suppress(errors.MoeA2AError):
-            group._exchange.combine(torch.empty(0), meta, None)
-        return
-    with contextlib.suppress(RuntimeError):
-        native.refuse_combine(group.name, meta)(1, text)
+        return attach(backward, inputs, saved, [out])[0]
 
 
 class PendingMoe(_Pending[Tensor]):
@@ -310,7 +301,7 @@ def moe(
         code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
         tag_id = 0 if tag is None else _tag_id(tag)
         gradients = int(wanted(x, topk_weights, parameters))
-        spec = (code, float(limit), float(alpha))
+        spec = (code, _real("limit", limit), _real("alpha", alpha))
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
@@ -333,21 +324,31 @@ def moe(
         raise
     except Exception as error:
         tensors: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
-        _fail_call(group, error, _OPERATION, tag, **tensors, gate_up_proj=gate_up_proj, down_proj=down_proj)
+        tensors |= {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        tensors |= {name: value for name, value in biases.items() if value is not None}
+        _fail_call(group, error, _OPERATION, tag, **tensors)
     if begun is not None:
         beside = None
         if shared is not None:
             try:
                 beside = shared(x)
             except BaseException as error:
-                _refuse_rows(group, begun[1], RuntimeError(f"shared raised {type(error).__name__}: {error}"))
+                refuse_rows(group, begun[1], error, f"{_OPERATION}: shared")
                 raise
         pending = PendingMoe(group, call, begun, beside)
         return pending if async_op else pending.wait()
-    call.record(out, rows, hidden, meta)
+    out = call.record(out, rows, hidden, meta)
     if shared is not None:
         out = out + shared(x)
     return PendingMoe(group, call, None, None, out) if async_op else out
+
+
+def _real(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(value).__name__} ({value!r}); expected a number") from None
 
 
 def moe_apply(
@@ -404,7 +405,7 @@ def moe_apply(
         beside = None if shared is None else shared(x)
         if recorded:
             parts = [x.new_empty(offsets[e + 1] - offsets[e], x.shape[1]) for e in range(local)]
-            _attach_parts(x, parts, meta, group, tag_id)
+            handle._link = _attach_parts(x, parts, meta, group, tag_id)
         results: dict[int, Tensor] = {}
         waiting = iter([e for e in range(local) if offsets[e] < offsets[e + 1]])
         while (expert := _next_expert(group, meta) if fused else next(waiting, -1)) >= 0:
@@ -418,10 +419,8 @@ def moe_apply(
                 if expert not in results:
                     results[expert] = experts(parts[expert], expert)
         y = _joined(results, rows, offsets, recorded)
-    except errors.MoeA2AError:
-        raise
-    except BaseException as error:
-        _refuse_rows(group, meta, RuntimeError(f"experts raised {type(error).__name__}: {error}"))
+    except BaseException as error:  # also one of this package: it may be another group's
+        refuse_rows(group, meta, error, "moe_a2a.moe_apply: experts")
         raise
     out = combine(y, handle, topk_weights)
     return out if beside is None else out + beside
@@ -451,15 +450,16 @@ def _joined(results: dict[int, Tensor], rows: Tensor, offsets: Sequence[int], re
     return torch.cat(ordered)
 
 
-def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> None:
-    """Makes the rows of each expert, which are filled in later, depend on x."""
+def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> Tensor:
+    """Makes the rows of each expert, which are filled in later, depend on x. Returns the call's link for combine."""
     tokens, name = x.shape[0], group.name
+    link = x.new_empty(0, x.shape[1])
 
     def backward(saved: Any, needs: Any, *grads: Tensor) -> Sequence[Tensor | None]:
-        grad_rows = torch.cat(grads) if grads else saved[0].new_empty(0, 1)
-        return (dispatch_backward(grad_rows, None, saved[0], tokens, 0, name, tag)[0],)
+        return (dispatch_backward(torch.cat(grads), None, saved[0], tokens, 0, name, tag)[0],)
 
-    attach(backward, (x,), (meta, _ops.seal(meta)), parts)
+    *parts[:], link = attach(backward, (x,), (meta, _ops.seal(meta)), [*parts, link])
+    return link
 
 
 # ------------------------------------------------------------------------------------------------ the differentiable operator
@@ -533,42 +533,50 @@ def _moe_backward(
 
     grad_up, grad_down = empty_like(up, need_up), empty_like(down, need_down)
     grad_up_bias, grad_down_bias = empty_like(up_bias, need_up_bias), empty_like(down_bias, need_down_bias)
-    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        if begin == end:
-            for grad, need in zip((grad_up, grad_down, grad_up_bias, grad_down_bias), needs[1:], strict=True):
-                if need:
-                    grad[expert].zero_()
-            continue
-        first = up[expert].to(compute)  # [W, H], transposed [H, W]
-        second = down[expert].to(compute)  # [H, I], transposed [I, H]
-        x_nH, g_nH = rows[begin:end].to(compute), grads_NH[begin:end].to(compute)
-        if hidden.shape[0] > 0:
-            h_nW = hidden[begin:end]
-        else:
-            h_nW = x_nH @ (first if transposed else first.T)
-            if up_bias is not None:
-                h_nW += up_bias[expert].to(compute)
-        d_nI = g_nH @ (second.T if transposed else second)
-        if topk_weights is None:
-            a_nI, grad_h_nW = _activation_backward_raw(h_nW, d_nI, spec, limit, alpha)
-            g_down_nH = g_nH
-        else:
-            w_n1 = weights_N[begin:end, None].to(wide(compute))
-            weighted = (d_nI.to(wide(compute)) * w_n1).to(compute)
-            a_nI, grad_h_nW = _activation_backward_raw(h_nW, weighted, spec, limit, alpha)
-            values_N[begin:end] = (d_nI * a_nI).sum(1, dtype=wide(compute))
-            if down_bias is not None:
-                values_N[begin:end] += g_nH.to(wide(compute)) @ down_bias[expert].to(wide(compute))
-            g_down_nH = (g_nH.to(wide(compute)) * w_n1).to(compute) if need_down or need_down_bias else g_nH
-        if need_down:
-            grad_down[expert] = a_nI.T @ g_down_nH if transposed else g_down_nH.T @ a_nI
-        if need_down_bias:
-            grad_down_bias[expert] = g_down_nH.sum(0)
-        if need_up:
-            grad_up[expert] = x_nH.T @ grad_h_nW if transposed else grad_h_nW.T @ x_nH
-        if need_up_bias:
-            grad_up_bias[expert] = grad_h_nW.sum(0)
-        back_NH[begin:end] = grad_h_nW @ (first.T if transposed else first)
+    try:
+        for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
+            if begin == end:
+                for grad, need in zip(
+                    (grad_up, grad_down, grad_up_bias, grad_down_bias), needs[1:], strict=True
+                ):
+                    if need:
+                        grad[expert].zero_()
+                continue
+            first = up[expert].to(compute)  # [W, H], transposed [H, W]
+            second = down[expert].to(compute)  # [H, I], transposed [I, H]
+            x_nH, g_nH = rows[begin:end].to(compute), grads_NH[begin:end].to(compute)
+            if hidden.shape[0] > 0:
+                h_nW = hidden[begin:end]
+            else:
+                h_nW = x_nH @ (first if transposed else first.T)
+                if up_bias is not None:
+                    h_nW += up_bias[expert].to(compute)
+            d_nI = g_nH @ (second.T if transposed else second)
+            if topk_weights is None:
+                a_nI, grad_h_nW = _activation_backward_raw(h_nW, d_nI, spec, limit, alpha)
+                g_down_nH = g_nH
+            else:
+                w_n1 = weights_N[begin:end, None].to(wide(compute))
+                weighted = (d_nI.to(wide(compute)) * w_n1).to(compute)
+                a_nI, grad_h_nW = _activation_backward_raw(h_nW, weighted, spec, limit, alpha)
+                values_N[begin:end] = (d_nI * a_nI).sum(1, dtype=wide(compute))
+                if down_bias is not None:
+                    values_N[begin:end] += g_nH.to(wide(compute)) @ down_bias[expert].to(wide(compute))
+                g_down_nH = (
+                    (g_nH.to(wide(compute)) * w_n1).to(compute) if need_down or need_down_bias else g_nH
+                )
+            if need_down:
+                grad_down[expert] = a_nI.T @ g_down_nH if transposed else g_down_nH.T @ a_nI
+            if need_down_bias:
+                grad_down_bias[expert] = g_down_nH.sum(0)
+            if need_up:
+                grad_up[expert] = x_nH.T @ grad_h_nW if transposed else grad_h_nW.T @ x_nH
+            if need_up_bias:
+                grad_up_bias[expert] = grad_h_nW.sum(0)
+            back_NH[begin:end] = grad_h_nW @ (first.T if transposed else first)
+    except BaseException as error:
+        refuse_rows(owner, opened, error, BACKWARD)
+        raise
     grad_x = return_rows(back_NH, opened, owner)
     if topk_weights is None:
         grad_weights = grad_out.new_empty(0)
