@@ -387,6 +387,11 @@ def dispatch(
 
     What the window can't take at once goes in waves, so nothing is ever dropped.
 
+    x and topk_weights get their gradients, and backward is collective: where one rank's x or weights want some, every rank's
+    results have a place in its graph, and every rank runs backward, a rank that got no rows, too. What only the experts'
+    parameters or combine's weights want isn't known here, so there it is all ranks or none. A rank that doesn't run backward,
+    or ran forward under no_grad, is named by the PeerTimeout that the others raise.
+
     Args:
         x: [T, H] float32, bfloat16, float16 or float64, any strides. T may be 0 and differ between ranks; H and dtype may not.
         topk_idx: [T, K] int32 or int64, any strides; global expert ids, -1 for no expert, duplicates allowed.
