@@ -519,34 +519,27 @@ def modes(ctx: RankContext, layer: Layer, way: str) -> None:
 
 
 def window_training(ctx: RankContext, layer: Layer, count: int) -> None:
-    """Steps on tensors in the window whose backwards run late, when the window has long been written again."""
+    """Steps on tensors in the window whose backwards run when the window holds other rows already."""
     group = layer.spec.open(ctx)
-    want = expected(layer, group)
-    kept: list[tuple[Tensor, Leaves]] = []
+    want, other = expected(layer, group), replace(layer, seed=layer.seed + 1)
     g = make_world(layer).gs[ctx.rank]
-
-    def end() -> None:
-        out, own = kept.pop(0)
-        out.backward(g)
-        check(Result(out, own.grads()), want, TOLERANCE["float32"], "window")
-
     for turn in range(count):
         own = leaves(layer, group)
         if turn % 2:
             x = group.empty(*own.x.shape)
             x.copy_(own.x.detach())
             x.requires_grad_()
-            out = fused(layer, group, Leaves(x, own.idx, own.w, own.parameters), recompute=True)
-            x.detach().fill_(float("nan")) if ctx.world_size == 1 else None
-            del x
+            own = Leaves(x, own.idx, own.w, own.parameters)
+            out = fused(layer, group, own, recompute=True)
         else:
             out = WAYS["in window"](layer, group, own)
-            kept.append((out, own))
-        if len(kept) > 1:
-            end()
-        del out
-    while kept:
-        end()
+        for _ in range(group.depth):
+            ctx.jitter(1)
+            WAYS["in window"](other, group, leaves(other, group, ""))
+        if turn % 2:
+            own.x.data.fill_(float("nan"))  # the next batch, say: the tensor is the caller's
+        out.backward(g)
+        check(Result(out, own.grads()), want, TOLERANCE["float32"], f"turn {turn}")
 
 
 def memory(ctx: RankContext, layer: Layer, way: str, count: int) -> tuple[int, int, int]:
