@@ -423,9 +423,9 @@ def _combine_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _save_moe(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, up, down, up_bias, down_bias, spec, limit, alpha, group, tag, _, keep = inputs
+    x, _, weights, up, down, up_bias, down_bias, spec, limit, alpha, group, tag, *_ = inputs
     _, rows, hidden, handle = output
-    x = None if keep else lasting(x, group)
+    x = lasting(x, group)  # also where rows are kept: a rank that recomputes needs everybody's again
     ctx.save_for_backward(x, weights, up, down, up_bias, down_bias, rows, hidden, handle, seal(handle))
     ctx.spec, ctx.group, ctx.tag = (spec, limit, alpha), group, tag
 

@@ -44,12 +44,13 @@ class Handle:
         group: the EPGroup.
     """
 
-    __slots__ = ("_num_tokens", "_view", "group", "meta")
+    __slots__ = ("_link", "_num_tokens", "_view", "group", "meta")
 
     def __init__(self, meta: Tensor, group: EPGroup, num_tokens: int | None = None) -> None:
         self.meta = meta
         self.group = group
         self._view: HandleView | None = None
+        self._link: Tensor | None = None  # ties combine's gradients to dispatch's
         self._num_tokens = num_tokens  # known without a look into the tensor, which a graph couldn't take
 
     @property
@@ -228,7 +229,7 @@ class PendingCombine(_Pending[Tensor]):
         group: EPGroup,
         ticket: Tensor | None,
         y: Tensor | None,
-        handle: Tensor,
+        handle: Handle,
         weights: Tensor | None,
         done: Tensor | None = None,
     ) -> None:
@@ -245,7 +246,10 @@ class PendingCombine(_Pending[Tensor]):
             wrong = _wrong_tensor(topk_weights=self._weights)
             native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
         if self._y is not None:
-            attach_combine(self._y, self._weights, out, self._handle, self.group)
+            out = attach_combine(
+                self._y, self._weights, out, self._handle.meta, self.group, self._handle._link
+            )
+            self._handle._link = None
         self._y = self._weights = None
         return out
 
@@ -281,11 +285,12 @@ class _Call:
     def dispatched(self, rows: Tensor, weights: Tensor, scales: Tensor, meta: Tensor) -> Dispatched:
         weights_N = None if self.weights is None else weights
         # Where another rank wants gradients this one has to take part in making them.
-        if self.recorded and (self.gradients or HandleView(meta).gradients):
-            attach_dispatch(self.x, self.weights, rows, weights_N, meta, self.group, self.tag)
-        return Dispatched(
-            rows, weights_N, Handle(meta, self.group, self.x.shape[0]), scales if self.quantised else None
-        )
+        handle = Handle(meta, self.group, self.x.shape[0])
+        if self.recorded and (self.gradients or handle.view.gradients):
+            rows, weights_N, handle._link = attach_dispatch(
+                self.x, self.weights, rows, weights_N, meta, self.group, self.tag
+            )
+        return Dispatched(rows, weights_N, handle, scales if self.quantised else None)
 
 
 def _quant_code(quantize: str | None) -> int:
@@ -381,6 +386,11 @@ def dispatch(
     """Sends every token to the ranks that own its experts. Collective: every rank of the group calls it.
 
     What the window can't take at once goes in waves, so nothing is ever dropped.
+
+    x and topk_weights get their gradients, and backward is collective: where one rank's x or weights want some, every rank's
+    results have a place in its graph, and every rank runs backward, a rank that got no rows, too. What only the experts'
+    parameters or combine's weights want isn't known here, so there it is all ranks or none. A rank that doesn't run backward,
+    or ran forward under no_grad, is named by the PeerTimeout that the others raise.
 
     Args:
         x: [T, H] float32, bfloat16, float16 or float64, any strides. T may be 0 and differ between ranks; H and dtype may not.
@@ -530,17 +540,19 @@ def combine(
             out = group._exchange.combine(y, handle.meta, topk_weights)
         elif async_op:
             ticket = _combine_begin_raw(y, handle.meta, group.name)
-            return PendingCombine(group, ticket, y if recorded else None, handle.meta, topk_weights)
+            return PendingCombine(group, ticket, y if recorded else None, handle, topk_weights)
         else:
             out = _combine_raw(y, handle.meta, topk_weights, group.name)
-        if recorded:
-            attach_combine(y, topk_weights, out, handle.meta, group)
-        return PendingCombine(group, None, None, handle.meta, None, out) if async_op else out
     except errors.MoeA2AError:
         group._check_open("moe_a2a.combine")
         raise
     except Exception as error:
         _fail_combine(group, error, y, handle, topk_weights)
+    # The call is over: what checkpointing raises here, when it has seen enough, is no failure of it.
+    if recorded:
+        out = attach_combine(y, topk_weights, out, handle.meta, group, handle._link)
+        handle._link = None
+    return PendingCombine(group, None, None, handle, None, out) if async_op else out
 
 
 # What follows runs after a call has failed. A failure of the kernels has been told to the peers already; anything else (an

@@ -8,7 +8,6 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows,
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -17,9 +16,11 @@ from torch import Tensor
 
 from . import _ops, errors
 from .backward import (
+    BACKWARD,
     agreed,
     attach,
     dispatch_backward,
+    refuse_rows,
     return_again,
     return_rows,
     send_again,
@@ -113,7 +114,7 @@ class _Call:
         try:
             y, hidden = _experts_raw(rows, view.offsets, *self.experts, keep)
         except RuntimeError as error:
-            _refuse_rows(group, meta, error)
+            refuse_rows(group, meta, error, _OPERATION)
             raise
         if group._exchange is not None:
             out = group._exchange.combine(y, meta, self.weights)
@@ -130,13 +131,12 @@ class _Call:
         except RuntimeError as error:
             self.group._check_open(_OPERATION)
             native.raise_failure(error, f"{_OPERATION}: {error}")
-        self.record(out, kept, hidden, meta)
-        return out  # type: ignore[no-any-return]
+        return self.record(out, kept, hidden, meta)
 
-    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> None:
-        """Gives the result its gradients, if some rank wants any."""
+    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> Tensor:
+        """The result with its gradients, if some rank wants any."""
         if not self.recorded or not (self.gradients or HandleView(meta).gradients):
-            return
+            return out
         name, tag, spec = self.group.name, self.tag, (self.code, self.limit, self.alpha)
 
         def backward(saved: Any, needs: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor | None]:
@@ -145,21 +145,12 @@ class _Call:
                 *(grad_out, *tensors, *spec, rows, hidden, handle, name, tag, list(needs[1:6]))
             )
 
-        x = None if self.keep else _ops.lasting(self.x, name)
+        # One rank that recomputes needs everybody's rows again.
+        again = not self.keep or bool(HandleView(meta).gradients & Gradient.RECOMPUTE)
+        x = _ops.lasting(self.x, name) if again else None
         inputs = (self.x, self.weights, *self.parameters)
         saved = (x, *inputs[1:], rows, hidden, meta, _ops.seal(meta))
-        attach(backward, inputs, saved, [out])
-
-
-def _refuse_rows(group: EPGroup, meta: Tensor, error: Exception) -> None:
-    """Tells the ranks that wait for this one's rows why there are none."""
-    text = f"{_OPERATION}: on rank {group.rank}: {error}"
-    if group._exchange is not None:
-        with contextlib.suppress(errors.MoeA2AError):
-            group._exchange.combine(torch.empty(0), meta, None)
-        return
-    with contextlib.suppress(RuntimeError):
-        native.refuse_combine(group.name, meta)(1, text)
+        return attach(backward, inputs, saved, [out])[0]
 
 
 class PendingMoe(_Pending[Tensor]):
@@ -308,7 +299,7 @@ def moe(
         code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
         tag_id = 0 if tag is None else _tag_id(tag)
         gradients = int(wanted(x, topk_weights, parameters))
-        spec = (code, float(limit), float(alpha))
+        spec = (code, _real("limit", limit), _real("alpha", alpha))
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
@@ -331,21 +322,31 @@ def moe(
         raise
     except Exception as error:
         tensors: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
-        _fail_call(group, error, _OPERATION, tag, **tensors, gate_up_proj=gate_up_proj, down_proj=down_proj)
+        tensors |= {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        tensors |= {name: value for name, value in biases.items() if value is not None}
+        _fail_call(group, error, _OPERATION, tag, **tensors)
     if begun is not None:
         beside = None
         if shared is not None:
             try:
                 beside = shared(x)
             except BaseException as error:
-                _refuse_rows(group, begun[1], RuntimeError(f"shared raised {type(error).__name__}: {error}"))
+                refuse_rows(group, begun[1], error, f"{_OPERATION}: shared")
                 raise
         pending = PendingMoe(group, call, begun, beside)
         return pending if async_op else pending.wait()
-    call.record(out, rows, hidden, meta)
+    out = call.record(out, rows, hidden, meta)
     if shared is not None:
         out = out + shared(x)
     return PendingMoe(group, call, None, None, out) if async_op else out
+
+
+def _real(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(value).__name__} ({value!r}); expected a number") from None
 
 
 def moe_apply(
@@ -402,7 +403,7 @@ def moe_apply(
         beside = None if shared is None else shared(x)
         if recorded:
             parts = [x.new_empty(offsets[e + 1] - offsets[e], x.shape[1]) for e in range(local)]
-            _attach_parts(x, parts, meta, group, tag_id)
+            handle._link = _attach_parts(x, parts, meta, group, tag_id)
         results: dict[int, Tensor] = {}
         waiting = iter([e for e in range(local) if offsets[e] < offsets[e + 1]])
         while (expert := _next_expert(group, meta) if fused else next(waiting, -1)) >= 0:
@@ -416,10 +417,8 @@ def moe_apply(
                 if expert not in results:
                     results[expert] = experts(parts[expert], expert)
         y = _joined(results, rows, offsets, recorded)
-    except errors.MoeA2AError:
-        raise
-    except BaseException as error:
-        _refuse_rows(group, meta, RuntimeError(f"experts raised {type(error).__name__}: {error}"))
+    except BaseException as error:  # also one of this package: it may be another group's
+        refuse_rows(group, meta, error, "moe_a2a.moe_apply: experts")
         raise
     out = combine(y, handle, topk_weights)
     return out if beside is None else out + beside
@@ -449,15 +448,16 @@ def _joined(results: dict[int, Tensor], rows: Tensor, offsets: Sequence[int], re
     return torch.cat(ordered)
 
 
-def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> None:
-    """Makes the rows of each expert, which are filled in later, depend on x."""
+def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> Tensor:
+    """Makes the rows of each expert, which are filled in later, depend on x. Returns the call's link for combine."""
     tokens, name = x.shape[0], group.name
+    link = x.new_empty(0, x.shape[1])
 
     def backward(saved: Any, needs: Any, *grads: Tensor) -> Sequence[Tensor | None]:
-        grad_rows = torch.cat(grads) if grads else saved[0].new_empty(0, 1)
-        return (dispatch_backward(grad_rows, None, saved[0], tokens, 0, name, tag)[0],)
+        return (dispatch_backward(torch.cat(grads), None, saved[0], tokens, 0, name, tag)[0],)
 
-    attach(backward, (x,), (meta, _ops.seal(meta)), parts)
+    *parts[:], link = attach(backward, (x,), (meta, _ops.seal(meta)), [*parts, link])
+    return link
 
 
 # ------------------------------------------------------------------------------------------------ the differentiable operator
@@ -517,16 +517,20 @@ def _moe_backward(
     grads_NH, weights_N, opened = send_again(grad_out, topk_weights, handle, owner, tag)
     back_NH = _place_for(grads_NH, opened, owner)
     need_weights, *others = needs
-    values_N, *grads = _experts_backward_raw(
-        grads_NH,
-        None if topk_weights is None else weights_N,
-        rows,
-        hidden,
-        HandleView(handle).offsets,
-        *(up, down, up_bias, down_bias, spec, limit, alpha),
-        back_NH,
-        sum(need << bit for bit, need in enumerate(others)),
-    )
+    try:
+        values_N, *grads = _experts_backward_raw(
+            grads_NH,
+            None if topk_weights is None else weights_N,
+            rows,
+            hidden,
+            HandleView(handle).offsets,
+            *(up, down, up_bias, down_bias, spec, limit, alpha),
+            back_NH,
+            sum(need << bit for bit, need in enumerate(others)),
+        )
+    except BaseException as error:
+        refuse_rows(owner, opened, error, BACKWARD)
+        raise
     grad_x = return_rows(back_NH, opened, owner)
     if topk_weights is None:
         grad_weights = grad_out.new_empty(0)

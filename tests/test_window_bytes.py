@@ -168,8 +168,8 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 T, H, E, K = 24, 2503, 5, 3  # rows of 10012 bytes: nothing else is a multiple of that
 for protocol in ("pull", "push"):
-    group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, dtype=torch.float32, timeout=30, warmup_timeout=30,
-        protocol=protocol)
+    group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, dtype=torch.float32, timeout=30,
+        warmup_timeout=30, protocol=protocol)
     push = protocol == "push"
     generator = torch.Generator().manual_seed(rank)
     local = group.local_experts
