@@ -103,15 +103,15 @@ def test_uneven_ranks_and_a_loss_for_balance(tmp_path: Path) -> None:
 def test_a_different_curve_is_not_verified() -> None:
     """A single early step, or many later ones; not what rounding does."""
     curve = [3.0 - 0.01 * step for step in range(60)]
-    for dtype, early in (("float32", 1e-3), ("float64", 1e-10)):
+    for dtype, (early, late) in {"float32": (1e-3, 0.05), "float64": (1e-10, 1e-6)}.items():
         for begin, end, gap, fine in (
             (0, 60, 0.0, True),
             (3, 10, 0.9 * early, True),
-            (10, 60, 0.04, True),
-            (30, 31, 0.5, True),
+            (10, 60, 0.8 * late, True),
+            (30, 31, 10 * late, True),
             (9, 10, 1.1 * early, False),
-            (10, 60, 0.06, False),
-            (10, 60, -0.06, False),
+            (10, 60, 1.2 * late, False),
+            (10, 60, -1.2 * late, False),
             (50, 51, math.nan, False),
             (0, 1, math.inf, False),
         ):
