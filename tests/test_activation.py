@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def formula(h_NW: Tensor, activation: str, gated: bool, interleaved: bool) -> Te
         assert up is not None
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
-    acts = {
+    acts: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),

@@ -234,7 +234,8 @@ def expired_in_flight(ctx: RankContext, setting: dict[str, Any]) -> dict[str, st
     assert torch.equal(moe_a2a.combine(last.x, last), x)
     # A ticket of an earlier call is refused by the operator, too.
     ticket = out._ticket
-    found["ticket"] = said(lambda: moe_a2a.exchange.PendingCombine(group, ticket, None).wait())
+    again = moe_a2a.exchange.PendingCombine(group, ticket, None, fourth.handle, None)
+    found["ticket"] = said(again.wait)
     return found
 
 

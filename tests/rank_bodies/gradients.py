@@ -704,7 +704,7 @@ def fails_in_backward(ctx: RankContext, way: str) -> Caught | None:
             if way == "parts":
                 patch.setattr(sys.modules["moe_a2a.backward"], "wide", no_memory)
             else:
-                patch.setattr(sys.modules["moe_a2a.moe"], "_activation_backward_raw", no_memory)
+                patch.setattr(sys.modules["moe_a2a.moe"], "_experts_backward_raw", no_memory)
         error = caught(out.sum().backward)
     same_bits(run(layer, group, way), run(layer, group, way), "afterwards")
     return error
@@ -733,7 +733,7 @@ def killed(ctx: RankContext, where: str) -> Caught | None:
 
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 2 and where == "in backward":
-            patch.setattr(sys.modules["moe_a2a.moe"], "_activation_backward_raw", die)
+            patch.setattr(sys.modules["moe_a2a.moe"], "_experts_backward_raw", die)
         error = caught(step)
     again = caught(lambda: run(layer, group))
     assert again is not None and again.seconds < 1.0, again

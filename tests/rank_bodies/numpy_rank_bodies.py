@@ -1739,7 +1739,7 @@ def again(player: Player, y: Tensor, d: Any, tag: int, pairs: bool) -> Tensor:
         return to_torch(out, y.dtype)
     behind = torch.full((len(d.x) - len(y), y.shape[1]), float("nan"), dtype=y.dtype)
     y = torch.cat([y, behind])
-    out = torch.ops.moe_a2a.combine_again_raw(y, d.handle.meta, player.group.name, tag, pairs)
+    out: Tensor = torch.ops.moe_a2a.combine_again_raw(y, d.handle.meta, player.group.name, tag, pairs)
     return out.view(*HandleView(d.handle.meta).expert_TK.shape, y.shape[1]) if pairs else out
 
 
