@@ -64,7 +64,7 @@ def formula(h_NW: Tensor, activation: str, gated: bool, interleaved: bool) -> Te
         "relu": functional.relu,
         "relu2": lambda x: functional.relu(x).square(),
     }
-    result: Tensor = acts[activation](gate)
+    result = acts[activation](gate)
     return result if up is None else result * up
 
 

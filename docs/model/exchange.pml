@@ -17,10 +17,17 @@
  * Tags stand for contents: a row of call n of source s is n * 4 + s; y is the number of the script's step, which differs
  * between two combines of the same handle.
  *
+ * FUSED: a dispatch may be a fused call, for all ranks alike (1: every one is, 2: a free choice). Its rows are pushed into the
+ * owner's y, and FINISH ends with that. COMBINE begins with the experts: when the rows of all sources are there, results
+ * overwrite them in place. A rank that refuses doesn't wait for rows. y is told apart by rows here, as row is. A round is a
+ * dispatch in which nobody has rows to move and whose handle is combined all the same: what it may write and when is what a
+ * dispatch that is pulled may, so it has no step of its own.
+ *
  * Parameters
  *   R ranks (2 or 3), NS slots, A most dispatches begun and not finished (up to NS), NREC record slots, NX slots for x,
  *   V codes (0: never wraps), ROWS most rows from one rank to another (1 or 2), SENDERS ranks that have rows (0, 1, ...),
  *   DPUSH and CPUSH 0 pull, 1 push, 2 either, EARLY: combines may end early,
+ *   FUSED 0, 1, 2 as above,
  *   ABANDON: a rank that lets its rows be pulled may abandon a dispatch: it reads the records and not the rows,
  *   FREE_ORDER: with A = 2, a rank may finish the later dispatch first,
  *   START calls made before the script begins, all without rows (so that a wrap is near),
@@ -40,6 +47,8 @@
  *   FAULT_ROW_FLAG_FIRST, FAULT_X_LATE, FAULT_Y_LATE, FAULT_Z_LATE   payload after its flag or record
  *   FAULT_READ_X_LATE, FAULT_READ_ROWS_LATE, FAULT_READ_Y_LATE   last read of a handle after the record that frees its slot
  *   FAULT_CLEAR_LATE          clearing after the record
+ *   FAULT_OWNER_RECORD        fused: rank 0 pushes to an owner when that owner's record is here, whatever the others' say
+ *   FAULT_EXPERT_EARLY        fused: an expert is computed before its rows are there
  */
 #ifndef R
 #define R 2
@@ -79,6 +88,9 @@
 #endif
 #ifndef SENDERS
 #define SENDERS R
+#endif
+#ifndef FUSED
+#define FUSED 0
 #endif
 
 /* ------------------------------------------------------------------------------------------------ numbers */
@@ -141,6 +153,12 @@
 #define ROW(owner, n, position) (((owner) * NS + SLOT(n)) * CAP + (position))
 #define X(owner, n) ((owner) * NX + XSLOT(n))
 #define Y(owner, h) ((owner) * NS + YSLOT(h))
+#define Y_ROW(owner, h, position) (((owner) * NS + YSLOT(h)) * CAP + (position))
+#if FUSED
+#define FUSES(n) ((fusing >> (n)) & 1)
+#else
+#define FUSES(n) false
+#endif
 
 byte rec_code[R * NREC * R];
 byte rec_rows[R * NREC * R * R]; /* body: rows for every destination, */
@@ -156,7 +174,12 @@ byte cell_code[R * NS * R];
 #endif
 bool cell_push[R * NS * R];  /* body of the cell: the owner pushes its rows */
 byte cell_truth[R * NS * R]; /* ghost: step of the script that wrote the cell */
+#if FUSED
+byte y[R * NS * CAP];
+int fusing; /* set of the fused calls; given, since it is the script's, and mixed kinds are a mismatch */
+#else
 byte y[R * NS];
+#endif
 byte z[R * NS * CAP];
 
 byte script[2 * LEN + STEPS];
@@ -202,7 +225,7 @@ inline z_position(h_, source, owner) {
 
 /* rows pushed to this rank in call n are where they belong, and whole */
 inline check_rows(n_) {
-  p = 0;
+  p = (FUSES(n_) -> R : 0);
   SEEK(PUSHES(n_, p));
   do
   :: p < R ->
@@ -253,7 +276,18 @@ inline check_y(h_, s_) {
            :: else -> break
            od;
            i = 0; at = 0
-        :: else -> assert(y[Y(p, h_)] == s_)
+        :: else ->
+#if FUSED
+           row_position(h_, p, me);
+           i = 0;
+           do
+           :: i < COUNT(h_, me, p) -> assert(y[Y_ROW(p, h_, at + i)] == s_); i++
+           :: else -> break
+           od;
+           i = 0; at = 0
+#else
+           assert(y[Y(p, h_)] == s_)
+#endif
         fi
      fi;
      p++
@@ -328,13 +362,14 @@ inline choose_rows() {
   :: else -> break
   od;
   if
+  :: FUSES(n) -> push = true
 #if DPUSH != 1
-  :: push -> push = false
+  :: push && !FUSES(n) -> push = false
 #endif
 #if DPUSH != 0
-  :: push
+  :: push && !FUSES(n)
 #endif
-  :: !push
+  :: !push && !FUSES(n)
   fi;
   PUSHES(n, me) = push;
   p = 0
@@ -379,7 +414,7 @@ inline read_records() {
   p = 0
 }
 
-/* stores into the row region of p, in one step a peer */
+/* stores into the row region of p, or its y, in one step a peer */
 inline push_rows() {
   do
   :: atomic {
@@ -397,7 +432,14 @@ inline push_rows() {
        i = 0;
        do
        :: i < COUNT(n, me, p) ->
+#if FUSED
+          if
+          :: FUSES(n) -> y[Y_ROW(p, n, at + i)] = TAG(n, me)
+          :: else -> row[ROW(p, KEY, at + i)] = TAG(n, me)
+          fi;
+#else
           row[ROW(p, KEY, at + i)] = TAG(n, me);
+#endif
 #ifndef FAULT_ROW_FLAG_FIRST
           row_flag[ROW(p, KEY, at + i)] = CODE(KEY);
 #endif
@@ -446,6 +488,39 @@ inline expect_rows() {
 #endif
 
 /* -------------------------------------------------------------------------------------------------- combine */
+
+#if FUSED
+/* the experts' results, or the rows of a plain combine: the whole slot */
+inline write_y() {
+  i = 0;
+  do
+  :: i < CAP -> y[Y_ROW(me, n, i)] = pc + 1; i++
+  :: else -> break
+  od;
+  i = 0
+}
+
+/* the rows of a fused call, as its experts find them */
+inline check_fused_rows() {
+  p = 0;
+  SEEK(true);
+  do
+  :: p < R ->
+     row_position(n, me, p);
+     i = 0;
+     do
+     :: i < COUNT(n, p, me) -> assert(y[Y_ROW(me, n, at + i)] == TAG(n, p)); i++
+     :: else -> break
+     od;
+     p++;
+     SEEK(true)
+  :: else -> break
+  od;
+  p = 0; i = 0; at = 0
+}
+#else
+inline write_y() { y[Y(me, KEY)] = pc + 1 }
+#endif
 
 inline write_z() {
   z_position(n, p, me);
@@ -567,7 +642,16 @@ next:
      };
 #endif
 #ifdef FAULT_EARLY_Y
+#if FUSED
+     atomic { i = 0;
+     do
+     :: i < CAP -> y[Y_ROW(me, n, i)] = 255; i++
+     :: else -> break
+     od;
+     i = 0 };
+#else
      y[Y(me, KEY)] = 255;
+#endif
 #endif
      atomic { p = 0; n = 0; push = false; pc++ }
 
@@ -588,6 +672,26 @@ next:
      atomic { SEEK(PUSHES(n, me) && COUNT(n, me, p) > 0) };
      push_rows();
 #endif
+#ifdef FAULT_OWNER_RECORD
+     /* Rank 0's rows come first wherever they go, so no record is needed to place them. */
+     if
+     :: atomic { FUSES(n) && me == 0 -> p = 1 };
+        do
+        :: atomic {
+             p < R && RECORD_OF(p, n) ->
+             i = 0;
+             do
+             :: i < COUNT(n, 0, p) -> y[Y_ROW(p, n, i)] = TAG(n, 0); row_flag[ROW(p, KEY, i)] = CODE(KEY); i++
+             :: else -> break
+             od;
+             i = 0;
+             p++
+           }
+        :: atomic { p == R -> p = 0; break }
+        od
+     :: else
+     fi;
+#endif
      atomic {
 #ifndef FAULT_NO_RECORDS
        ALL_RECORDS(n);
@@ -604,7 +708,10 @@ next:
           p = 0
        fi;
 #endif
-       expect_rows();
+       if
+       :: FUSES(n)
+       :: else -> expect_rows()
+       fi;
        SEEK(PUSHES(n, me) && COUNT(n, me, p) > 0)
      };
 #ifdef FAULT_ROWS_FIRST
@@ -641,6 +748,28 @@ next:
        :: early = true; refuses = true
        fi;
 #endif
+#if FUSED
+#ifndef FAULT_EXPERT_EARLY
+       if
+       :: FUSES(n) && !refuses -> expect_rows()
+       :: else
+       fi
+     };
+     atomic {
+       ROWS_HERE ->
+#endif
+       if
+       :: FUSES(n) && !refuses -> check_fused_rows()
+       :: else
+       fi;
+       expected = 0
+     };
+     atomic {
+       if
+       :: FUSES(n) && !refuses -> write_y() /* in place */
+       :: else
+       fi;
+#endif
        SEEK(COUNT(n, p, me) > 0);
        if
        :: p == R || refuses /* no rows to write */
@@ -652,7 +781,7 @@ next:
 #ifdef FAULT_Y_LATE
           skip
 #else
-          y[Y(me, KEY)] = pc + 1
+          write_y()
 #endif
 #endif
        fi
@@ -676,7 +805,7 @@ next:
      :: atomic { p == R -> break }
      od;
 #ifdef FAULT_Y_LATE
-     y[Y(me, KEY)] = pc + 1;
+     write_y();
 #endif
      atomic { /* the source's half */
        early || ALL_CELLS(n) ->
@@ -704,6 +833,21 @@ next:
 init {
   byte calls, begun, finished, h, closed, i;
   atomic {
+#if FUSED == 1
+    fusing = ~0;
+#elif FUSED == 2
+    i = 1;
+    do
+    :: i <= START + LEN + STEPS ->
+       if
+       :: true
+       :: fusing = fusing | (1 << i)
+       fi;
+       i++
+    :: else -> break
+    od;
+    i = 0;
+#endif
 #if STEPS > 0
     ADD(S0);
     ADD(S1);

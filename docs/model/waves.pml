@@ -25,6 +25,8 @@
  * Steps are merged as in exchange.pml. A cell is looked at in one step: a reader that takes the code first and the mark
  * afterwards sees the same, since marks only grow under one code.
  *
+ * FUSED: all calls are fused, so rows come in waves through y, where the combine's rows stand afterwards.
+ *
  * Parameters
  *   R ranks (2 or 3), NS slots, A dispatches begun and not finished, OPEN handles (up to NS), V codes (0: never wraps),
  *   CAP rows of a window (1 or 2), MOST rows from a rank to another, TARGETS ranks that receive rows (0, 1, ...),
@@ -96,7 +98,11 @@
 
 byte rec[R * NREC * R];           /* codes of the records */
 byte rows[KEPT * R * R];          /* their bodies: rows [source][destination]; the same for all peers, so kept once */
+#ifdef FUSED
+#define row y
+#else
 byte row[R * NS * CAP];           /* push: rows and their flags */
+#endif
 byte flag[R * NS * CAP];
 byte y[R * NS * CAP];             /* pull: rows of a combine */
 byte ack_code[R * NS * R], ack_mark[R * NS * R];     /* dispatch: destination to sender */
