@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _ops
+from .compiled import anchored
 from .group import EPGroup, find_group
 from .op_host.layout import Gradient, HandleView
 
@@ -220,5 +221,5 @@ def combine_backward(
     return (wide_NH * weights_N.to(precise)[:, None]).to(y.dtype), grad_weights
 
 
-_ops.LIB.impl("dispatch_backward", dispatch_backward, "CPU")
-_ops.LIB.impl("combine_backward", combine_backward, "CPU")
+_ops.LIB.impl("dispatch_backward", anchored(dispatch_backward), "CPU")
+_ops.LIB.impl("combine_backward", anchored(combine_backward), "CPU")

@@ -27,6 +27,7 @@ from .backward import (
     wanted,
     wide,
 )
+from .compiled import anchored, constant, held, hold
 from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
 from .group import EPGroup, find_group
 from .op_host import native
@@ -310,15 +311,28 @@ def moe(
         code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
         tag_id = 0 if tag is None else _tag_id(tag)
         gradients = int(wanted(x, topk_weights, parameters))
-        spec = (code, float(limit), float(alpha))
+        spec = (code, constant(limit), constant(alpha))
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
             # What is kept has as many rows as come, which a graph had better not hold.
             gradients |= int(Gradient.RECOMPUTE) if gradients else 0
-            out: Tensor = _moe(x, topk_idx, topk_weights, *parameters, *spec, group.name, tag_id, gradients)[
-                0
-            ]
+            ledger, anchor = held()
+            results = _moe(
+                x,
+                topk_idx,
+                topk_weights,
+                *parameters,
+                *spec,
+                group.name,
+                tag_id,
+                gradients,
+                False,
+                ledger,
+                anchor,
+            )
+            hold(ledger, results[3])
+            out: Tensor = results[0]
             return out if shared is None else out + shared(x)
         if gradients and recompute:
             gradients |= int(Gradient.RECOMPUTE)
@@ -480,6 +494,8 @@ def _moe_impl(
     tag: int = 0,
     gradients: int = -1,
     keep: bool = False,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if gradients < 0:
         everything = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
@@ -487,7 +503,13 @@ def _moe_impl(
     parameters = (up, down, up_bias, down_bias)
     owner = find_group(group)
     call = _Call(x, topk_weights, parameters, (spec, limit, alpha), owner, tag, gradients, keep)
-    return call.run(topk_idx)
+    try:
+        return call.run(topk_idx)
+    except errors.MoeA2AError:
+        raise
+    except Exception as error:
+        wrong = {"gate_up_proj": up, "down_proj": down}
+        _fail_call(owner, error, _OPERATION, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **wrong)
 
 
 @torch.no_grad()
@@ -590,4 +612,4 @@ def _place_for(like: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
 
 
 _ops.LIB.impl("moe", _moe_impl, "CPU")
-_ops.LIB.impl("moe_backward", _moe_backward, "CPU")
+_ops.LIB.impl("moe_backward", anchored(_moe_backward), "CPU")
