@@ -83,6 +83,10 @@ LIB.define(
 )
 LIB.define(f"experts_raw(Tensor rows, Tensor offsets, {_EXPERTS}, bool keep) -> (Tensor y, Tensor hidden)")
 LIB.define(
+    f"experts_backward_raw(Tensor grads, Tensor? weights, Tensor rows, Tensor hidden, Tensor offsets, {_EXPERTS},"
+    " Tensor(a!) back, int needs) -> (Tensor weights, Tensor up, Tensor down, Tensor up_bias, Tensor down_bias)"
+)
+LIB.define(
     "activation_backward_raw(Tensor hidden, Tensor grad, int spec, float limit, float alpha) -> (Tensor out, Tensor grad)"
 )
 LIB.define(

@@ -1,8 +1,8 @@
 """What runs backward: the reverse exchanges, and how a call's results get their place in autograd's graph.
 
 dispatch's backward is a combine without weights on a round of its own; combine's backward is a dispatch of the gradient rows by
-the saved routing, with the weights, whose own gradients are dot products made where the experts are and sent back as a scalar for
-each pair (Switch Transformer's and Megatron's layers do the same with all-to-alls; nothing here needs a new routing).
+the saved routing, with the weights, whose own gradients are dot products made where the experts are and sent back as a scalar
+for each pair (layers built on all-to-alls, such as Megatron's, do the same; nothing here needs a new routing).
 
 Every rank does the same whatever it needs itself: what is needed by any of them stands in the handle.
 

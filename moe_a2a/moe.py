@@ -9,7 +9,6 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows,
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -25,7 +24,6 @@ from .backward import (
     return_rows,
     send_again,
     wanted,
-    wide,
 )
 from .compiled import anchored, constant, held, hold
 from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
@@ -40,7 +38,7 @@ _begin_raw = torch.ops.moe_a2a.moe_begin_raw.default
 _next_raw = torch.ops.moe_a2a.moe_next_raw.default
 _finish_raw = torch.ops.moe_a2a.moe_finish_raw.default
 _experts_raw = torch.ops.moe_a2a.experts_raw.default
-_activation_backward_raw = torch.ops.moe_a2a.activation_backward_raw.default
+_experts_backward_raw = torch.ops.moe_a2a.experts_backward_raw.default
 _combine_raw = torch.ops.moe_a2a.combine_raw.default
 _dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
 
@@ -531,66 +529,26 @@ def _moe_backward(
     tag: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, topk_weights, up, down, up_bias and down_bias; empty where ``needs`` (all but x's) says so.
-
-    With g the gradient of an expert's results, w the weights of its rows and a the activation's result: ``d = g @ down`` gives
-    the weight's gradient ``<d, a> + <g, down_bias>`` without the results themselves, and ``w * d`` goes on backward.
-    """
+    """Gradients of x, topk_weights, up, down, up_bias and down_bias; empty where ``needs`` (all but x's) says so."""
     owner, agreement = find_group(group), agreed(handle)
-    transposed = Spec.of(spec).transposed
-    compute = torch.float32 if native.widens(up.dtype) else up.dtype
     kept = hidden.shape[0] > 0 or rows.shape[0] > 0
     if agreement & Gradient.RECOMPUTE:
         assert x is not None or kept
         again, _, _ = send_again(grad_out if x is None else x, None, handle, owner, tag)
         rows = rows if kept else again
     grads_NH, weights_N, opened = send_again(grad_out, topk_weights, handle, owner, tag)
-    offsets = HandleView(handle).offsets.tolist()
     back_NH = _place_for(grads_NH, opened, owner)
-    values_N = grads_NH.new_empty(grads_NH.shape[0], dtype=wide(compute))
-    need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
-
-    def empty_like(value: Tensor | None, need: bool) -> Tensor:
-        return grad_out.new_empty(0) if value is None or not need else torch.empty_like(value)
-
-    grad_up, grad_down = empty_like(up, need_up), empty_like(down, need_down)
-    grad_up_bias, grad_down_bias = empty_like(up_bias, need_up_bias), empty_like(down_bias, need_down_bias)
-    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        if begin == end:
-            for grad, need in zip((grad_up, grad_down, grad_up_bias, grad_down_bias), needs[1:], strict=True):
-                if need:
-                    grad[expert].zero_()
-            continue
-        first = up[expert].to(compute)  # [W, H], transposed [H, W]
-        second = down[expert].to(compute)  # [H, I], transposed [I, H]
-        x_nH, g_nH = rows[begin:end].to(compute), grads_NH[begin:end].to(compute)
-        if hidden.shape[0] > 0:
-            h_nW = hidden[begin:end]
-        else:
-            h_nW = x_nH @ (first if transposed else first.T)
-            if up_bias is not None:
-                h_nW += up_bias[expert].to(compute)
-        d_nI = g_nH @ (second.T if transposed else second)
-        if topk_weights is None:
-            a_nI, grad_h_nW = _activation_backward_raw(h_nW, d_nI, spec, limit, alpha)
-            g_down_nH = g_nH
-        else:
-            w_n1 = weights_N[begin:end, None].to(wide(compute))
-            weighted = (d_nI.to(wide(compute)) * w_n1).to(compute)
-            a_nI, grad_h_nW = _activation_backward_raw(h_nW, weighted, spec, limit, alpha)
-            values_N[begin:end] = (d_nI * a_nI).sum(1, dtype=wide(compute))
-            if down_bias is not None:
-                values_N[begin:end] += g_nH.to(wide(compute)) @ down_bias[expert].to(wide(compute))
-            g_down_nH = (g_nH.to(wide(compute)) * w_n1).to(compute) if need_down or need_down_bias else g_nH
-        if need_down:
-            grad_down[expert] = a_nI.T @ g_down_nH if transposed else g_down_nH.T @ a_nI
-        if need_down_bias:
-            grad_down_bias[expert] = g_down_nH.sum(0)
-        if need_up:
-            grad_up[expert] = x_nH.T @ grad_h_nW if transposed else grad_h_nW.T @ x_nH
-        if need_up_bias:
-            grad_up_bias[expert] = grad_h_nW.sum(0)
-        back_NH[begin:end] = grad_h_nW @ (first.T if transposed else first)
+    need_weights, *others = needs
+    values_N, *grads = _experts_backward_raw(
+        grads_NH,
+        None if topk_weights is None else weights_N,
+        rows,
+        hidden,
+        HandleView(handle).offsets,
+        *(up, down, up_bias, down_bias, spec, limit, alpha),
+        back_NH,
+        sum(need << bit for bit, need in enumerate(others)),
+    )
     grad_x = return_rows(back_NH, opened, owner)
     if topk_weights is None:
         grad_weights = grad_out.new_empty(0)
@@ -600,7 +558,7 @@ def _moe_backward(
         grad_weights = torch.zeros_like(topk_weights)
     if not need_weights:
         grad_weights = grad_out.new_empty(0)
-    return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
+    return grad_x, grad_weights, *grads
 
 
 def _place_for(like: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
