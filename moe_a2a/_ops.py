@@ -42,7 +42,7 @@ LIB.define(
     "combine(Tensor y, Tensor handle, Tensor? topk_weights, SymInt num_tokens, str group, Tensor? ledger=None,"
     " Tensor? anchor=None) -> Tensor"
 )
-LIB.define("keep(Tensor(a!) ledger, Tensor witness) -> ()")
+LIB.define("witness(Tensor ledger, Tensor result) -> Tensor")
 LIB.define(
     "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1,"
     " int gradients=0) -> (Tensor x, Tensor weights, Tensor handle)"
@@ -251,9 +251,9 @@ for _operation in ("dispatch_begin_raw", "dispatch_wait_raw", "combine_begin_raw
     torch.library.register_fake(f"moe_a2a::{_operation}", _no_trace(_operation.split("_")[0]), lib=LIB)
 
 
-@torch.library.register_fake("moe_a2a::keep", lib=LIB)
-def _(ledger: Tensor, witness: Tensor) -> None:
-    return None
+@torch.library.register_fake("moe_a2a::witness", lib=LIB)
+def _(ledger: Tensor, result: Tensor) -> Tensor:
+    return ledger.new_empty(ledger.shape)
 
 
 @torch.library.register_fake("moe_a2a::combine", lib=LIB)
@@ -521,7 +521,7 @@ for _operation in (
     "moe_begin_raw",
     "moe_finish_raw",
     "experts_raw",
-    "keep",
+    "witness",
 ):
     LIB.impl(_operation, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_autograd(

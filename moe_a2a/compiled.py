@@ -2,8 +2,8 @@
 
 Three things, each for what the others can't reach (docs/compile.md has the reasons and what else was tried):
 
-* ``LEDGER``: an int64 that each operator of a forward reads and ``keep`` then writes. So the graph has an effect, which isn't
-  removed, and the operators form a chain of data, whatever a rank does with the results.
+* ``LEDGER``: an int64 that each operator of a forward reads and that is written after it, with a result of it as an argument. So
+  the graph has an effect, which isn't removed, and the operators form a chain of data, whatever a rank does with the results.
 * ``ANCHOR``: an empty tensor that wants a gradient, an input of each operator. So autograd records the call, and its backward
   isn't removed, on a rank that itself wants no gradient.
 * :func:`order_in_inductor`: what inductor makes of the operators is scheduled in the order of its graph, also in backward, where
@@ -47,10 +47,23 @@ def constant(number: float) -> float:
     return float(number)
 
 
-def hold(ledger: Tensor | None, witness: Tensor) -> None:
-    """Holds the call that made ``witness`` in the graph, before whatever reads the ledger next."""
-    if ledger is not None:
-        torch.ops.moe_a2a.keep.default(ledger, witness)
+def hold(result: Tensor) -> None:
+    """Holds the call that made ``result`` in the graph, before whatever reads the ledger next."""
+    if not torch.compiler.is_exporting():
+        # Not one operator that writes: its output would be an element of a tuple, which checkpointing doesn't keep at the border of
+        # two parts. The first part would be recomputed before the second one's backward, and so on to the first of all.
+        LEDGER.copy_(torch.ops.moe_a2a.witness.default(LEDGER, result))
+
+
+def not_in_window(name: str, tensor: Tensor, group: str) -> None:
+    """A graph keeps its inputs for backward as they are; it can't be told to copy what later calls will write over."""
+    from ._ops import in_window
+
+    if in_window(tensor, group):
+        raise ValueError(
+            f"{name} lies in the window (it came from group.empty or empty_like_rows), where later calls write, and a compiled "
+            "call with gradients needs it in backward; pass a tensor of your own"
+        )
 
 
 def anchored(backward: Callable[P_, tuple[Tensor, ...]]) -> Callable[P_, tuple[Tensor, ...]]:

@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 
 from . import _ops, errors
 from .backward import attach_combine, attach_dispatch, wanted
-from .compiled import held, hold
+from .compiled import held, hold, not_in_window
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import DTYPE_CODES, HandleView
@@ -260,7 +260,9 @@ class PendingCombine(_Pending[Tensor]):
 
 def _tag_id(tag: str | int) -> int:
     """A tag as the 64-bit number that records carry; the same on every rank."""
-    return _traced_tag(tag) if torch.compiler.is_compiling() else _known_tag(tag)
+    if not torch.compiler.is_compiling():
+        return _known_tag(tag)
+    return _traced_tag(tag) if isinstance(tag, str) else _make_tag(tag)
 
 
 def _make_tag(tag: str | int) -> int:
@@ -449,7 +451,7 @@ def dispatch(
                 raise RuntimeError(_NO_ASYNC_TRACE)
             ledger, anchor = held(not quant)
             rows, counts, offsets, weights, scales, meta = _dispatch_full(*full, gradients, ledger, anchor)
-            hold(ledger, meta)
+            hold(meta)
             return Dispatched(
                 rows,
                 None if topk_weights is None else weights,
@@ -553,7 +555,7 @@ def combine(
             summed: Tensor = _combine(
                 y, handle.meta, topk_weights, handle.num_tokens, group.name, ledger, anchor
             )
-            hold(ledger, summed)
+            hold(summed)
             return summed
         recorded = wanted(y, topk_weights) or (torch.is_grad_enabled() and handle.view.gradients)
         if group._exchange is not None:
@@ -563,14 +565,15 @@ def combine(
             return PendingCombine(group, ticket, y if recorded else None, handle.meta, topk_weights)
         else:
             out = _combine_raw(y, handle.meta, topk_weights, group.name)
-        if recorded:
-            attach_combine(y, topk_weights, out, handle.meta, group)
-        return PendingCombine(group, None, None, handle.meta, None, out) if async_op else out
     except errors.MoeA2AError:
         group._check_open("moe_a2a.combine")
         raise
     except Exception as error:
         _fail_combine(group, error, y, handle, topk_weights)
+    if recorded:
+        # Outside of the above: checkpointing ends a recomputation by an exception of its own.
+        attach_combine(y, topk_weights, out, handle.meta, group)
+    return PendingCombine(group, None, None, handle.meta, None, out) if async_op else out
 
 
 # What follows runs after a call has failed. A failure of the kernels has been told to the peers already; anything else (an
@@ -722,6 +725,8 @@ def _combine_impl(
 ) -> Tensor:
     owner = find_group(group)
     try:
+        if anchor is not None and topk_weights is not None:
+            not_in_window("y", y, group)
         return _combine_now(y, handle, topk_weights, owner)
     except errors.MoeA2AError:
         raise
@@ -729,11 +734,11 @@ def _combine_impl(
         _fail_combine(owner, error, y, Handle(handle, owner, num_tokens), topk_weights)
 
 
-def _keep_impl(ledger: Tensor, witness: Tensor) -> None:
-    ledger.add_(1)
+def _witness_impl(ledger: Tensor, result: Tensor) -> Tensor:
+    return ledger + 1
 
 
 _ops.LIB.impl("dispatch", _dispatch_impl, "CPU")
 _ops.LIB.impl("dispatch_full", _dispatch_full_impl, "CPU")
 _ops.LIB.impl("combine", _combine_impl, "CPU")
-_ops.LIB.impl("keep", _keep_impl, "CPU")
+_ops.LIB.impl("witness", _witness_impl, "CPU")

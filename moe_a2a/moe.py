@@ -25,7 +25,7 @@ from .backward import (
     send_again,
     wanted,
 )
-from .compiled import anchored, constant, held, hold
+from .compiled import anchored, constant, held, hold, not_in_window
 from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
 from .group import EPGroup, find_group
 from .op_host import native
@@ -203,8 +203,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: Literal[False] = False,
@@ -227,8 +227,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: Literal[True],
@@ -250,8 +250,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: bool = False,
@@ -281,7 +281,7 @@ def moe(
         gated: False for experts with one matrix before the activation: W = I, and ``gate_up_proj`` is that matrix.
         transposed: parameters are [in, out] for each expert.
         interleaved: gate and up alternate among the W columns, instead of standing side by side.
-        limit, alpha: of "clamped".
+        limit, alpha: of "clamped"; 7.0 and 1.702 by default.
         shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
         recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
         async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and
@@ -309,7 +309,8 @@ def moe(
         code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
         tag_id = 0 if tag is None else _tag_id(tag)
         gradients = int(wanted(x, topk_weights, parameters))
-        spec = (code, constant(limit), constant(alpha))
+        # Not defaults of the signature: torch.compile makes symbols of those when sizes are dynamic.
+        spec = (code, 7.0 if limit is None else constant(limit), 1.702 if alpha is None else constant(alpha))
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
@@ -329,7 +330,7 @@ def moe(
                 ledger,
                 anchor,
             )
-            hold(ledger, results[3])
+            hold(results[3])
             out: Tensor = results[0]
             return out if shared is None else out + shared(x)
         if gradients and recompute:
@@ -502,6 +503,8 @@ def _moe_impl(
     owner = find_group(group)
     call = _Call(x, topk_weights, parameters, (spec, limit, alpha), owner, tag, gradients, keep)
     try:
+        if anchor is not None:
+            not_in_window("x", x, group)
         return call.run(topk_idx)
     except errors.MoeA2AError:
         raise
