@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from . import _ops
 from .compiled import anchored
 from .group import EPGroup, find_group
+from .op_host import native
 from .op_host.layout import Gradient, HandleView
 
 _ALL = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
@@ -73,7 +74,11 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         needs = ctx.needs_input_grad[3 : 3 + ctx.inputs]
-        found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+        try:
+            found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+        except RuntimeError as error:
+            native.raise_kernel_failure(error)
+            raise
         gradients = [grad if need else None for grad, need in zip(found, needs, strict=False)]
         gradients += [None] * (ctx.inputs - len(gradients))
         return None, None, None, *gradients, *([None] * ctx.rest)

@@ -165,12 +165,12 @@ def _step(fn: Any, model: Model, inputs: tuple[Tensor, ...], log: list[str], tra
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _close(got: list[Any], want: list[Any], what: str) -> None:
+def _close(got: list[Any], want: list[Any], what: str, tolerance: float = 1e-5) -> None:
     assert len(got) == len(want), what
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None), what
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}")
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def same_calls(
@@ -275,11 +275,9 @@ def sizes(ctx: RankContext, backend: str, program: str, dynamic: bool | None) ->
                 ctx.jitter(2)
                 want = _step(fn, model, inputs, [], True)
                 got = _step(compiled, model, inputs, [], True)
-                if backend == "inductor":
-                    _close(got, want, f"T = {tokens}, rank {ctx.rank}")
-                else:
-                    for ours, theirs in zip(got, want, strict=True):
-                        assert torch.equal(ours, theirs), (tokens, ctx.rank)
+                # Bitwise, unless inductor computes what lies between.
+                tolerance = 1e-5 if backend == "inductor" else 0.0
+                _close(got, want, f"T = {tokens}, rank {ctx.rank}", tolerance)
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     return counter.frame_count, breaks
 
@@ -300,8 +298,8 @@ def options(ctx: RankContext, backend: str) -> None:
         y = rows * starts.sum(1)[:, None]
         again = moe_a2a.dispatch(x * 2, None, group, routing=d, pad_to=ROOM, align=1)
         out = moe_a2a.combine(y, d, w) + moe_a2a.combine(again.x, again.handle)
-        wide = moe_a2a.combine(d.empty_like_rows(torch.float32, 3).fill_(1.0), moe_a2a.dispatch(
-            x, idx, group, pad_to=ROOM))
+        other = moe_a2a.dispatch(x, idx, group, pad_to=ROOM)
+        wide = moe_a2a.combine(other.empty_like_rows(torch.float32, 3).fill_(1.0), other)
         beside = moe_a2a.moe(
             x, idx, w, model.up, model.down, group, shared=torch.sin, tag="shared", activation="clamped",
             limit=5.0,
@@ -329,7 +327,7 @@ def modes(ctx: RankContext, backend: str) -> None:
 
     def cast(x: Tensor, idx: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model.moe(x @ x.T @ x, idx, w).float()
+            return model.moe(torch.nn.functional.linear(x, model.up[0, :HIDDEN]), idx, w).float()
 
     with _fresh():
         for fn in (model.plain, cast):
@@ -338,6 +336,7 @@ def modes(ctx: RankContext, backend: str) -> None:
             x, idx, w = make_inputs(ctx.rank, 7, 3)
             with torch.no_grad():
                 want = fn(x, idx, w)
+            tolerance = 5e-2 if fn is cast else 1e-5
             log: list[str] = []
             for mode in ("inference", "no_grad", "train", "inference", "train"):
                 if mode == "train":
@@ -345,10 +344,11 @@ def modes(ctx: RankContext, backend: str) -> None:
                         _step(compiled, model, (x, idx, w), log, True),
                         _step(fn, model, (x, idx, w), log, True),
                         mode,
+                        tolerance,
                     )
                     continue
                 with torch.inference_mode() if mode == "inference" else torch.no_grad():
-                    _close([compiled(x, idx, w).clone()], [want], mode)
+                    _close([compiled(x, idx, w).clone()], [want], mode, tolerance)
 
 
 # ---------------------------------------------------------------------------------------------------------------- errors
