@@ -339,7 +339,8 @@ def no_memory(ctx: RankContext, setting: dict[str, Any], what: str) -> str:
     """Rank 0 has no memory for what a call needs: it says so, the others hear of it at once, and the group goes on."""
     import resource
 
-    tokens, hidden = 4096, 4096
+    # What a call needs is to be more than the limit below leaves; in waves that is a part of y.
+    tokens, hidden = 4096, 4096 if what == "waves" else 1024
     group = ctx.fresh_group(
         **setting,
         num_experts=ctx.world_size,
