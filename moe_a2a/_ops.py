@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .compiled import order_in_inductor
 from .errors import BadValue
@@ -249,6 +250,65 @@ def _no_trace(operation: str) -> Any:
 
 for _operation in ("dispatch_begin_raw", "dispatch_wait_raw", "combine_begin_raw", "combine_wait_raw"):
     torch.library.register_fake(f"moe_a2a::{_operation}", _no_trace(_operation.split("_")[0]), lib=LIB)
+# Parts of a call: rows of the window, a number that only the run knows, results written over the rows.
+for _operation in ("moe_begin_raw", "moe_next_raw", "moe_finish_raw"):
+    torch.library.register_fake(f"moe_a2a::{_operation}", _no_trace("moe"), lib=LIB)
+
+
+@torch.library.register_fake("moe_a2a::combine_pairs_raw", lib=LIB)
+def _(y: Tensor, handle: Tensor, group: str) -> Tensor:
+    return y.new_empty(_new_rows(), _new_rows())
+
+
+@torch.library.register_fake("moe_a2a::combine_again_raw", lib=LIB)
+def _(y: Tensor, routing: Tensor, group: str, tag: int, pairs: bool) -> Tensor:
+    return y.new_empty(_new_rows(), _new_rows() if pairs else y.shape[1])
+
+
+@torch.library.register_fake("moe_a2a::experts_raw", lib=LIB)
+def _(
+    rows: Tensor,
+    offsets: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), _fake_hidden(rows, rows.shape[0] if keep else 0, up, spec)
+
+
+@torch.library.register_fake("moe_a2a::experts_backward_raw", lib=LIB)
+def _(
+    grads: Tensor,
+    weights: Tensor | None,
+    rows: Tensor,
+    hidden: Tensor,
+    offsets: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    back: Tensor,
+    needs: int,
+) -> tuple[Tensor, ...]:
+    compute = torch.float32 if native.widens(up.dtype) else up.dtype
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    return grads.new_empty(grads.shape[0], dtype=wide), *(
+        up.new_empty(0) if like is None or not needs >> bit & 1 else like.new_empty(like.shape)
+        for bit, like in enumerate((up, down, up_bias, down_bias))
+    )
+
+
+@torch.library.register_fake("moe_a2a::activation_backward_raw", lib=LIB)
+def _(hidden: Tensor, grad: Tensor, spec: int, limit: float, alpha: float) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape), hidden.new_empty(hidden.shape)
 
 
 @torch.library.register_fake("moe_a2a::witness", lib=LIB)
@@ -303,6 +363,12 @@ def _(handle: Tensor, hidden: int, dtype_code: int, group: str) -> Tensor:
     )
 
 
+def _fake_hidden(x: Tensor, rows: Any, up: Tensor, spec: int) -> Tensor:
+    """[N, W], what the experts keep for backward."""
+    width = up.shape[2] if Spec.of(spec).transposed else up.shape[1]
+    return x.new_empty(rows, width, dtype=torch.float32 if native.widens(up.dtype) else up.dtype)
+
+
 def _fake_moe(
     x: Tensor,
     topk_idx: Tensor,
@@ -324,12 +390,10 @@ def _fake_moe(
     order_in_inductor()
     _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights, up=up, down=down)
     rows = _new_rows() if keep else 0
-    width = up.shape[2] if Spec.of(spec).transposed else up.shape[1]
-    dtype = torch.float32 if native.widens(up.dtype) else up.dtype
     return (
         x.new_empty(x.shape),
         x.new_empty(rows, x.shape[1]),
-        x.new_empty(rows, width, dtype=dtype),
+        _fake_hidden(x, rows, up, spec),
         x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
     )
 
@@ -412,7 +476,10 @@ def seal(handle: Tensor) -> Tensor:
     """
     if isinstance(handle, FakeTensor) or type(handle) is not Tensor:
         return handle.new_empty(0)
-    return handle.new_empty(0, matrix_digest(handle))
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return handle.new_empty(0, matrix_digest(handle))
+    with _disable_current_modes():  # a look into the handle is nobody's business
+        return handle.new_empty(0, matrix_digest(handle))
 
 
 def lasting(tensor: Tensor, group: str) -> Tensor:

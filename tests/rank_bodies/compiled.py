@@ -422,7 +422,10 @@ def opchecks(ctx: RankContext, tokens: int, names: list[str], checks: list[str])
     for name in names:
         for check in checks:
             arguments = operator_arguments(group, ctx.rank, tokens, name)
-            opcheck(getattr(OPS, name).default, arguments, test_utils=(check,))
+            try:
+                opcheck(getattr(OPS, name).default, arguments, test_utils=(check,))
+            except Exception as error:
+                raise AssertionError(f"{name}, {check}: {error}") from error
 
 
 def operator_arguments(group: Any, rank: int, tokens: int, name: str) -> tuple[Any, ...]:
@@ -436,7 +439,8 @@ def operator_arguments(group: Any, rank: int, tokens: int, name: str) -> tuple[A
     experts = (model_up, model_down, None, None, 256, 7.0, 1.702)
     ledger, anchor = torch.zeros(1, dtype=torch.int64), torch.zeros(0, requires_grad=True)
     with torch.no_grad():
-        rows, weights, handle = OPS.dispatch_raw(x, idx, w, group.name, 0, ROOM if wants else -1)
+        wish = 15 if name == "moe_backward" else 0
+        rows, weights, handle = OPS.dispatch_raw(x, idx, w, group.name, 0, ROOM if wants else -1, 1, wish)
     match name:
         case "dispatch":
             return x, idx, w, group.name, 0, ROOM, 2
@@ -458,6 +462,14 @@ def operator_arguments(group: Any, rank: int, tokens: int, name: str) -> tuple[A
             return x, idx, w, *experts, group.name, 3, 15, False, ledger, anchor
         case "moe_raw":
             return x, idx, w, *experts, group.name, 3, 7, True
+        case "experts_raw":
+            offsets = moe_a2a.Handle(handle, group).view.offsets
+            return rows, offsets, *experts, True
+        case "experts_backward_raw":
+            offsets, hidden = moe_a2a.Handle(handle, group).view.offsets, torch.randn(len(rows), 2 * INNER)
+            return rows, weights, rows, hidden, offsets, *experts, torch.empty_like(rows), 3
+        case "activation_backward_raw":
+            return torch.randn(tokens, 2 * INNER), torch.randn(tokens, INNER), 256, 7.0, 1.702
         case "dispatch_backward":
             return rows, weights, handle, tokens, TOP_K, group.name, 0
         case "combine_backward":
