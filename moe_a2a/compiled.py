@@ -2,12 +2,12 @@
 
 Three things, each for what the others can't reach (docs/compile.md has the reasons and what else was tried):
 
-* ``LEDGER``: an int64 that each operator of a forward reads and that is written after it, with a result of it as an argument. So
-  the graph has an effect, which isn't removed, and the operators form a chain of data, whatever a rank does with the results.
+* ``LEDGER``: an int64 that each operator of a forward reads and that is written after it, with a result of it as an argument.
+  So the graph has an effect, which isn't removed, and the operators form a chain of data, whatever a rank does with results.
 * ``ANCHOR``: an empty tensor that wants a gradient, an input of each operator. So autograd records the call, and its backward
   isn't removed, on a rank that itself wants no gradient.
-* :func:`order_in_inductor`: what inductor makes of the operators is scheduled in the order of its graph, also in backward, where
-  recomputed calls and those of backward stand side by side.
+* :func:`order_in_inductor`: what inductor makes of the operators is scheduled in the order of its graph, also in backward,
+  where recomputed calls and those of backward stand side by side.
 
 Shape symbols: none.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -30,7 +30,15 @@ with torch.inference_mode(False):
     LEDGER = torch.zeros(1, dtype=torch.int64, device="cpu")
     ANCHOR = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
-ORDERED = ("dispatch", "dispatch_full", "combine", "moe", "dispatch_backward", "combine_backward", "moe_backward")
+ORDERED = (
+    "dispatch",
+    "dispatch_full",
+    "combine",
+    "moe",
+    "dispatch_backward",
+    "combine_backward",
+    "moe_backward",
+)
 
 
 def held(gradients: bool = True) -> tuple[Tensor | None, Tensor | None]:
@@ -41,7 +49,7 @@ def held(gradients: bool = True) -> tuple[Tensor | None, Tensor | None]:
 
 
 def constant(number: float) -> float:
-    """The number itself, where a graph with dynamic sizes would have a symbol, which operators in checkpointed parts can't take."""
+    """The number itself, where a graph with dynamic sizes would have a symbol, which checkpointed parts can't take."""
     if torch.compiler.is_compiling() and isinstance(number, float):
         return float.fromhex(number.hex())
     return float(number)
@@ -50,8 +58,8 @@ def constant(number: float) -> float:
 def hold(result: Tensor) -> None:
     """Holds the call that made ``result`` in the graph, before whatever reads the ledger next."""
     if not torch.compiler.is_exporting():
-        # Not one operator that writes: its output would be an element of a tuple, which checkpointing doesn't keep at the border of
-        # two parts. The first part would be recomputed before the second one's backward, and so on to the first of all.
+        # Not one operator that writes: its output would be an element of a tuple, which checkpointing doesn't keep at the border
+        # of two parts. The first part would be recomputed before the second one's backward, and so on to the first of all.
         LEDGER.copy_(torch.ops.moe_a2a.witness.default(LEDGER, result))
 
 
@@ -101,7 +109,7 @@ def _in_order(operator: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(lower)
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        graph = V.graph
+        graph: Any = V.graph
         known = len(graph.operations)
         result = lower(*args, **kwargs)
         (call,) = (

@@ -111,7 +111,9 @@ class Dispatched:
         self.weights = weights
         self.scales = scales
         self.handle = handle
-        self._traced = traced  # counts, offsets and x's dtype, of a call in a graph, which can't look into the handle
+        self._traced = (
+            traced  # counts, offsets and x's dtype, of a call in a graph, which can't look into the handle
+        )
 
     @property
     def counts(self) -> Tensor:

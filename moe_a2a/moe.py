@@ -509,7 +509,7 @@ def _moe_impl(
     except errors.MoeA2AError:
         raise
     except Exception as error:
-        wrong = {"gate_up_proj": up, "down_proj": down}
+        wrong: dict[str, Any] = {"gate_up_proj": up, "down_proj": down}
         _fail_call(owner, error, _OPERATION, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **wrong)
 
 

@@ -31,14 +31,14 @@ CHECKPOINTED = ["checkpointed", "checkpointed_branches", "checkpointed_unused", 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_calls_are_those_of_the_uncompiled(pool: RankPool, backend: str, programs: list[str]) -> None:
-    """No program finds another order of calls, whatever a rank does with the results; recomputed ones come when they are due."""
+    """No program finds another order of calls, whatever a rank does with the results; recomputed ones come when due."""
     ranks = pool.run(2, compiled.same_calls, backend, programs, timeout=300)
     for name in programs:
         forward, backward = zip(*(log.split("|") for log in ranks[0][name]), strict=True)
         assert forward[0] == forward[1], (name, ranks[0][name])
         assert ranks[0][name] == ranks[1][name], name
         if name == "checkpointed":
-            # Each part is computed again just before its own backward, not all of them at once; a combine's result isn't needed.
+            # Each part is computed again just before its own backward, not all at once; a combine's result isn't needed.
             assert backward[1] == "MssraDsaaMssra"
 
 
@@ -148,8 +148,15 @@ def test_opcheck(pool: RankPool, ranks: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_opcheck_in_a_graph(pool: RankPool, tokens: int) -> None:
-    """As test_aot_dispatch_dynamic runs a call twice and compares, only operators whose results don't hold the call's number."""
-    names = ["combine_again_raw", "dispatch_backward", "combine_backward", "moe_backward", "witness", "experts_raw"]
+    """As test_aot_dispatch_dynamic runs a call twice and compares, only operators whose results don't hold its number."""
+    names = [
+        "combine_again_raw",
+        "dispatch_backward",
+        "combine_backward",
+        "moe_backward",
+        "witness",
+        "experts_raw",
+    ]
     for ranks in (1, 2):
         pool.run(ranks, compiled.opchecks, tokens, names, ["test_aot_dispatch_dynamic"], timeout=120)
 
@@ -177,7 +184,7 @@ def _group() -> Any:
     )
 
 
-def _operators(group: Any, x: Any, idx: Any, w: Any, up: Any, down: Any, pad_to: int = 40) -> tuple[Any, ...]:
+def _operators(group: Any, pad_to: int, x: Any, idx: Any, w: Any, up: Any, down: Any) -> tuple[Any, ...]:
     ops = torch.ops.moe_a2a
     rows, counts, offsets, weights, _, handle = ops.dispatch_full(x, idx, w, None, group.name, 0, pad_to)
     out = ops.combine(rows * 2, handle, w, x.shape[0], group.name)
@@ -196,11 +203,11 @@ def _arguments(tokens: int) -> tuple[torch.Tensor, ...]:
 def test_tracing_sends_nothing(tokens: int, pad_to: int) -> None:
     with _group() as group:
         arguments = _arguments(tokens)
-        real = _operators(group, *arguments, pad_to)
+        real = _operators(group, pad_to, *arguments)
         epoch = group.stats()["epoch"]
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            fake = _operators(group, *(mode.from_tensor(value) for value in arguments), pad_to)
-        traced = make_fx(lambda *a: _operators(group, *a, pad_to), tracing_mode="fake")(*arguments)
+            fake = _operators(group, pad_to, *(mode.from_tensor(value) for value in arguments))
+        traced = make_fx(lambda *a: _operators(group, pad_to, *a), tracing_mode="fake")(*arguments)
         assert group.stats()["epoch"] == epoch
         for ours, theirs in zip(real, fake, strict=True):
             assert ours.dtype == theirs.dtype and ours.dim() == theirs.dim()
@@ -231,7 +238,9 @@ def test_export(strict: bool) -> None:
         want = module(x, idx, w)
         epoch = group.stats()["epoch"]
         sizes = {0: torch.export.Dim("tokens", min=2, max=64)}
-        program = torch.export.export(module, (x, idx, w), dynamic_shapes=(sizes, sizes, sizes), strict=strict)
+        program = torch.export.export(
+            module, (x, idx, w), dynamic_shapes=(sizes, sizes, sizes), strict=strict
+        )
         assert group.stats()["epoch"] == epoch
         torch.testing.assert_close(program.module()(x, idx, w), want)
         assert program.module()(x[:3], idx[:3], w[:3]).shape == (3, compiled.HIDDEN)

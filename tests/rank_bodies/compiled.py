@@ -29,9 +29,7 @@ _fused = functools.partial(__import__, "moe_a2a.moe", fromlist=["moe"])()
 
 
 def _open(ctx: RankContext, **kwargs: Any) -> Any:
-    return ctx.group(
-        **{"num_experts": EXPERTS, "timeout": 120.0, "warmup_timeout": 200.0, **SIZES, **kwargs}
-    )
+    return ctx.group(**{"num_experts": EXPERTS, "timeout": 120.0, "warmup_timeout": 200.0, **SIZES, **kwargs})
 
 
 @contextlib.contextmanager
@@ -86,7 +84,7 @@ class Model:
         self.group, self.rank = group, ctx.rank
         self.up, self.down = (value[mine].clone().requires_grad_(wants) for value in (up, down))
 
-    def moe(self, x: Tensor, idx: Tensor, w: Tensor, tag: str = "moe") -> Tensor:
+    def moe(self, x: Tensor, idx: Tensor, w: Tensor | None, tag: str = "moe") -> Tensor:
         return moe_a2a.moe(x, idx, w, self.up, self.down, self.group, tag=tag)
 
     def pair(self, x: Tensor, idx: Tensor, w: Tensor, pad_to: int | None = ROOM, tag: str = "pair") -> Tensor:
@@ -170,11 +168,17 @@ def _close(got: list[Any], want: list[Any], what: str, tolerance: float = 1e-5) 
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None), what
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+            torch.testing.assert_close(
+                ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+            )
 
 
 def same_calls(
-    ctx: RankContext, backend: str, programs: list[str], train: bool = True, wants: tuple[bool, ...] = (True, True)
+    ctx: RankContext,
+    backend: str,
+    programs: list[str],
+    train: bool = True,
+    wants: tuple[bool, ...] = (True, True),
 ) -> dict[str, tuple[str, str]]:
     """Runs each program uncompiled and compiled; (calls uncompiled, calls compiled) of each."""
     group = _open(ctx)
@@ -301,7 +305,15 @@ def options(ctx: RankContext, backend: str) -> None:
         other = moe_a2a.dispatch(x, idx, group, pad_to=ROOM)
         wide = moe_a2a.combine(other.empty_like_rows(torch.float32, 3).fill_(1.0), other)
         beside = moe_a2a.moe(
-            x, idx, w, model.up, model.down, group, shared=torch.sin, tag="shared", activation="clamped",
+            x,
+            idx,
+            w,
+            model.up,
+            model.down,
+            group,
+            shared=torch.sin,
+            tag="shared",
+            activation="clamped",
             limit=5.0,
         )
         return out, beside, wide, d.counts, d.offsets
@@ -310,11 +322,12 @@ def options(ctx: RankContext, backend: str) -> None:
         compiled = torch.compile(all_of_it, backend=backend, fullgraph=True)
         for tokens in (17, 9):
             inputs = make_inputs(ctx.rank, tokens, tokens)
-            got, want = [], []
+            got: list[Any] = []
+            want: list[Any] = []
             for fn, into in ((all_of_it, want), (compiled, got)):
                 x, idx, w = (value.detach().clone() for value in inputs)
                 results = fn(x.requires_grad_(), idx, w.requires_grad_())
-                sum(part.square().sum() for part in results[:3]).backward()
+                torch.stack([part.square().sum() for part in results[:3]]).sum().backward()
                 into += [*results, x.grad, w.grad]
             _close(got, want, f"rank {ctx.rank}")
         assert not torch._dynamo.utils.counters["graph_break"]
@@ -370,7 +383,7 @@ def bad_calls(ctx: RankContext, backend: str) -> dict[str, tuple[str, str]]:
     with _fresh(), torch.no_grad():
         moe = torch.compile(model.moe, backend=backend, fullgraph=True)
         pair = torch.compile(model.pair, backend=backend, fullgraph=True)
-        tight = torch.compile(lambda *a: model.pair(*a, pad_to=1), backend=backend, fullgraph=True)
+        tight = torch.compile(functools.partial(model.pair, pad_to=1), backend=backend, fullgraph=True)
         x, idx, w = make_inputs(ctx.rank, 7, 1)
         wrong = idx.clone()
         if ctx.rank == 1:
@@ -475,8 +488,18 @@ def operator_arguments(group: Any, rank: int, tokens: int, name: str) -> tuple[A
         case "combine_backward":
             return x, rows, w, handle, rows.shape[0], group.name
         case "moe_backward":
-            return (x, x, w, *experts, rows[:0], rows.new_empty(0, 2 * INNER), handle, group.name, 0, [True] * 3
-                    + [False] * 2)
+            return (
+                x,
+                x,
+                w,
+                *experts,
+                rows[:0],
+                rows.new_empty(0, 2 * INNER),
+                handle,
+                group.name,
+                0,
+                [True] * 3 + [False] * 2,
+            )
         case "witness":
             return ledger, handle
     raise KeyError(name)
