@@ -58,8 +58,8 @@ def constant(number: float) -> float:
 def hold(result: Tensor) -> None:
     """Holds the call that made ``result`` in the graph, before whatever reads the ledger next."""
     if not torch.compiler.is_exporting():
-        # Not one operator that writes: its output would be an element of a tuple, which checkpointing doesn't keep at the border
-        # of two parts. The first part would be recomputed before the second one's backward, and so on to the first of all.
+        # Not one operator that writes: its output would be an element of a tuple, which checkpointing doesn't keep at the
+        # border of two parts. The first part would be recomputed before the second one's backward, and so on.
         LEDGER.copy_(torch.ops.moe_a2a.witness.default(LEDGER, result))
 
 
