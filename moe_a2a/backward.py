@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from . import _ops, errors
+from .compiled import anchored
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import Gradient, HandleView
@@ -80,7 +81,11 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         needs = ctx.needs_input_grad[3 : 3 + ctx.inputs]
-        found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+        try:
+            found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+        except RuntimeError as error:
+            native.raise_kernel_failure(error)
+            raise
         gradients = [grad if need else None for grad, need in zip(found, needs, strict=False)]
         gradients += [None] * (ctx.inputs - len(gradients))
         return None, None, None, *gradients, *([None] * ctx.rest)
@@ -286,5 +291,5 @@ def combine_backward(
     return (wide_NH * weights_N.to(precise)[:, None]).to(y.dtype), grad_weights
 
 
-_ops.LIB.impl("dispatch_backward", dispatch_backward, "CPU")
-_ops.LIB.impl("combine_backward", combine_backward, "CPU")
+_ops.LIB.impl("dispatch_backward", anchored(dispatch_backward), "CPU")
+_ops.LIB.impl("combine_backward", anchored(combine_backward), "CPU")

@@ -26,6 +26,7 @@ from .backward import (
     send_again,
     wanted,
 )
+from .compiled import anchored, constant, held, hold, not_in_window
 from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
 from .group import EPGroup, find_group
 from .op_host import native
@@ -193,8 +194,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: Literal[False] = False,
@@ -217,8 +218,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: Literal[True],
@@ -240,8 +241,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: bool = False,
@@ -271,7 +272,7 @@ def moe(
         gated: False for experts with one matrix before the activation: W = I, and ``gate_up_proj`` is that matrix.
         transposed: parameters are [in, out] for each expert.
         interleaved: gate and up alternate among the W columns, instead of standing side by side.
-        limit, alpha: of "clamped".
+        limit, alpha: of "clamped"; 7.0 and 1.702 by default.
         shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
         recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
         async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and
@@ -299,15 +300,30 @@ def moe(
         code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
         tag_id = 0 if tag is None else _tag_id(tag)
         gradients = int(wanted(x, topk_weights, parameters))
-        spec = (code, _real("limit", limit), _real("alpha", alpha))
+        # Not defaults of the signature: torch.compile makes symbols of those when sizes are dynamic.
+        limit = 7.0 if limit is None else constant(_real("limit", limit))
+        spec = (code, limit, 1.702 if alpha is None else constant(_real("alpha", alpha)))
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
             # What is kept has as many rows as come, which a graph had better not hold.
             gradients |= int(Gradient.RECOMPUTE) if gradients else 0
-            out: Tensor = _moe(x, topk_idx, topk_weights, *parameters, *spec, group.name, tag_id, gradients)[
-                0
-            ]
+            ledger, anchor = held()
+            results = _moe(
+                x,
+                topk_idx,
+                topk_weights,
+                *parameters,
+                *spec,
+                group.name,
+                tag_id,
+                gradients,
+                False,
+                ledger,
+                anchor,
+            )
+            hold(results[3])
+            out: Tensor = results[0]
             return out if shared is None else out + shared(x)
         if gradients and recompute:
             gradients |= int(Gradient.RECOMPUTE)
@@ -478,6 +494,8 @@ def _moe_impl(
     tag: int = 0,
     gradients: int = -1,
     keep: bool = False,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if gradients < 0:
         everything = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
@@ -485,7 +503,15 @@ def _moe_impl(
     parameters = (up, down, up_bias, down_bias)
     owner = find_group(group)
     call = _Call(x, topk_weights, parameters, (spec, limit, alpha), owner, tag, gradients, keep)
-    return call.run(topk_idx)
+    try:
+        if anchor is not None:
+            not_in_window("x", x, group)
+        return call.run(topk_idx)
+    except errors.MoeA2AError:
+        raise
+    except Exception as error:
+        wrong: dict[str, Any] = {"gate_up_proj": up, "down_proj": down}
+        _fail_call(owner, error, _OPERATION, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **wrong)
 
 
 @torch.no_grad()
@@ -552,4 +578,4 @@ def _place_for(like: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
 
 
 _ops.LIB.impl("moe", _moe_impl, "CPU")
-_ops.LIB.impl("moe_backward", _moe_backward, "CPU")
+_ops.LIB.impl("moe_backward", anchored(_moe_backward), "CPU")
