@@ -157,16 +157,6 @@ def test_waits_of_two_threads(pool: RankPool, setting: dict[str, Any]) -> None:
     assert pool.run(2, cases.waited_by_two_threads, setting) == [[True] * 6] * 2
 
 
-@pytest.mark.parametrize("setting", [PULL, PUSH], ids=["pull", "push"])
-def test_no_gradient_through_asynchronous_calls(pool: RankPool, setting: dict[str, Any]) -> None:
-    first, second = pool.run(2, cases.gradient_of_an_asynchronous_call, setting)
-    assert all(
-        said.startswith("BadType") and "async_op is asked for together with a gradient" in said
-        for said in first
-    )
-    assert all(said.startswith("PeerAborted") and "rank 0" in said and "async_op" in said for said in second)
-
-
 @pytest.mark.parametrize("what", ["pad_to", "async", "waves"])
 def test_no_memory_on_one_rank(pool: RankPool, what: str) -> None:
     first, second = pool.run(2, cases.no_memory, PULL, what)
