@@ -50,7 +50,9 @@ def test_a_rank_that_wants_no_gradient_takes_part(pool: RankPool) -> None:
         assert log == "MDC|saassra", name
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "checkpoint"]
+)
 def test_inductor_keeps_the_order_it_is_given(pool: RankPool, checkpointing: bool) -> None:
     """Rank 1 schedules as contrarily as it may: so what holds the order is what we add, not luck."""
     kept = pool.run(2, compiled.contrary_schedule, True, checkpointing, timeout=120)
@@ -107,7 +109,7 @@ def test_a_loss_that_ignores_the_layer_is_an_error_by_name(pool: RankPool, compi
     ("backend", "fused"),
     [
         ("aot_eager", True),
-        ("inductor", True),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
         ("aot_eager", False),
         pytest.param("inductor", False, marks=pytest.mark.slow),
     ],
