@@ -1,14 +1,16 @@
 # Every target sets up what it needs: a virtual environment in .venv with torch, this package built in place, and its extras.
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
-#   make test       the tests (about a quarter of an hour on 2 cores)
+#   make train      trains a small language model, its experts spread over 2 processes (2 to 3 minutes); RANKS=4 for more
+#   make test       the tests (about ten minutes on 2 cores)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
-#                   `make bench-protocol`: push, pull, formats and quantisation against each other)
+#                   `make bench-protocol`: push, pull, formats and quantisation against each other; `make bench-moe`: the
+#                   whole layer, fused and not)
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
 #   make model      checks the protocol's model, all of it (Debian: apt-get install spin gcc libc6-dev); `make model-short`: minutes
-#   make test-long  the tests that take minutes or tens of GB
+#   make test-long  what `make test` leaves away: most of the products of many options, and what takes minutes or tens of GB
 #
 # TORCH="torch==2.14.0" picks another torch, with options of pip if need be; PYTHON=python3.12 another Python (3.10 or newer).
 
@@ -22,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-long bench bench-protocol bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
+.PHONY: demo train test test-long bench bench-protocol bench-moe bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -44,6 +46,10 @@ $(VENV)/.ready: $(CHOICE) $(SOURCES)
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
 
+RANKS ?= 2
+train: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py
+
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q
 
@@ -56,6 +62,9 @@ bench: $(VENV)/.ready
 
 bench-protocol: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_protocol.py
+
+bench-moe: $(VENV)/.ready
+	$(BIN)/python benchmarks/bench_moe.py --trace benchmarks/traces/train_lm.npz
 
 bench-short: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_dispatch_combine.py --short
@@ -97,4 +106,4 @@ wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so demo_out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so demo_out train_out .pytest_cache .ruff_cache .mypy_cache

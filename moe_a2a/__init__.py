@@ -7,6 +7,7 @@ rows.
 from . import errors
 from .exchange import Dispatched, Handle, combine, dispatch
 from .group import EPGroup, SizeHint
+from .layer import MoE, Router, load_balancing_loss
 from .moe import moe, moe_apply
 from .quantization import dequantize_rows, quantize_rows
 from .routing import send_counts
@@ -17,12 +18,15 @@ __all__ = [
     "Dispatched",
     "EPGroup",
     "Handle",
+    "MoE",
+    "Router",
     "SizeHint",
     "__version__",
     "combine",
     "dequantize_rows",
     "dispatch",
     "errors",
+    "load_balancing_loss",
     "moe",
     "moe_apply",
     "quantize_rows",

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiled import order_in_inductor
 from .errors import BadValue
 from .group import find_group
 from .op_host import native  # loads the C++ kernels
@@ -33,10 +36,14 @@ LIB.define(
 )
 LIB.define(
     "dispatch_full(Tensor x, Tensor? topk_idx, Tensor? topk_weights, Tensor? routing, str group, int tag=0, SymInt pad_to=-1,"
-    " int align=1, int quant=0, int gradients=-1)"
+    " int align=1, int quant=0, int gradients=-1, Tensor? ledger=None, Tensor? anchor=None)"
     " -> (Tensor x, Tensor counts, Tensor offsets, Tensor weights, Tensor scales, Tensor handle)"
 )
-LIB.define("combine(Tensor y, Tensor handle, Tensor? topk_weights, SymInt num_tokens, str group) -> Tensor")
+LIB.define(
+    "combine(Tensor y, Tensor handle, Tensor? topk_weights, SymInt num_tokens, str group, Tensor? ledger=None,"
+    " Tensor? anchor=None) -> Tensor"
+)
+LIB.define("witness(Tensor ledger, Tensor result) -> Tensor")
 LIB.define(
     "dispatch_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, str group, int tag=0, SymInt pad_to=-1, int align=1,"
     " int gradients=0) -> (Tensor x, Tensor weights, Tensor handle)"
@@ -60,7 +67,7 @@ LIB.define("combine_again_raw(Tensor y, Tensor routing, str group, int tag, bool
 _EXPERTS = "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, int spec, float limit, float alpha"
 LIB.define(
     f"moe(Tensor x, Tensor topk_idx, Tensor? topk_weights, {_EXPERTS}, str group, int tag=0, int gradients=-1,"
-    " bool keep=False) -> (Tensor out, Tensor rows, Tensor hidden, Tensor handle)"
+    " bool keep=False, Tensor? ledger=None, Tensor? anchor=None) -> (Tensor out, Tensor rows, Tensor hidden, Tensor handle)"
 )
 LIB.define(
     f"moe_raw(Tensor x, Tensor topk_idx, Tensor? topk_weights, {_EXPERTS}, str group, int tag, int gradients, bool keep)"
@@ -77,20 +84,24 @@ LIB.define(
 )
 LIB.define(f"experts_raw(Tensor rows, Tensor offsets, {_EXPERTS}, bool keep) -> (Tensor y, Tensor hidden)")
 LIB.define(
+    f"experts_backward_raw(Tensor grads, Tensor? weights, Tensor rows, Tensor hidden, Tensor offsets, {_EXPERTS},"
+    " Tensor(a!) back, int needs) -> (Tensor weights, Tensor up, Tensor down, Tensor up_bias, Tensor down_bias)"
+)
+LIB.define(
     "activation_backward_raw(Tensor hidden, Tensor grad, int spec, float limit, float alpha) -> (Tensor out, Tensor grad)"
 )
 LIB.define(
     "dispatch_backward(Tensor grad_rows, Tensor? grad_weights, Tensor handle, SymInt num_tokens, SymInt top_k, str group,"
-    " int tag) -> (Tensor grad_x, Tensor grad_weights)"
+    " int tag) -> (Tensor grad_x, Tensor grad_weights, Tensor anchor)"
 )
 LIB.define(
     "combine_backward(Tensor grad_out, Tensor? y, Tensor? topk_weights, Tensor handle, SymInt num_rows, str group)"
-    " -> (Tensor grad_y, Tensor grad_weights)"
+    " -> (Tensor grad_y, Tensor grad_weights, Tensor anchor)"
 )
 LIB.define(
     f"moe_backward(Tensor grad_out, Tensor? x, Tensor? topk_weights, {_EXPERTS}, Tensor rows, Tensor hidden, Tensor handle,"
     " str group, int tag, bool[5] needs) -> (Tensor x, Tensor topk_weights, Tensor up, Tensor down, Tensor up_bias,"
-    " Tensor down_bias)"
+    " Tensor down_bias, Tensor anchor)"
 )
 LIB.define("quantize_rows(Tensor x, str quantize) -> (Tensor q, Tensor scales)")
 LIB.define("window_x(int num_tokens, int hidden, int dtype_code, str group) -> Tensor")
@@ -140,6 +151,7 @@ def _fake_dispatch(
     quant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x, weights, scales, handle) as every kind of dispatch returns them."""
+    order_in_inductor()
     _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights, routing=routing)
     if (topk_idx is None) == (routing is None):
         raise RuntimeError("dispatch takes one of topk_idx and routing")
@@ -219,6 +231,8 @@ def _(
     align: int = 1,
     quant: int = 0,
     gradients: int = -1,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, weights, scales, handle = _fake_dispatch(x, topk_idx, topk_weights, routing, group, pad_to, quant)
     return rows, *_fake_counts(x, group), weights, scales, handle
@@ -236,10 +250,83 @@ def _no_trace(operation: str) -> Any:
 
 for _operation in ("dispatch_begin_raw", "dispatch_wait_raw", "combine_begin_raw", "combine_wait_raw"):
     torch.library.register_fake(f"moe_a2a::{_operation}", _no_trace(_operation.split("_")[0]), lib=LIB)
+# Parts of a call: rows of the window, a number that only the run knows, results written over the rows.
+for _operation in ("moe_begin_raw", "moe_next_raw", "moe_finish_raw"):
+    torch.library.register_fake(f"moe_a2a::{_operation}", _no_trace("moe"), lib=LIB)
+
+
+@torch.library.register_fake("moe_a2a::combine_pairs_raw", lib=LIB)
+def _(y: Tensor, handle: Tensor, group: str) -> Tensor:
+    return y.new_empty(_new_rows(), _new_rows())
+
+
+@torch.library.register_fake("moe_a2a::combine_again_raw", lib=LIB)
+def _(y: Tensor, routing: Tensor, group: str, tag: int, pairs: bool) -> Tensor:
+    return y.new_empty(_new_rows(), _new_rows() if pairs else y.shape[1])
+
+
+@torch.library.register_fake("moe_a2a::experts_raw", lib=LIB)
+def _(
+    rows: Tensor,
+    offsets: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), _fake_hidden(rows, rows.shape[0] if keep else 0, up, spec)
+
+
+@torch.library.register_fake("moe_a2a::experts_backward_raw", lib=LIB)
+def _(
+    grads: Tensor,
+    weights: Tensor | None,
+    rows: Tensor,
+    hidden: Tensor,
+    offsets: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: int,
+    limit: float,
+    alpha: float,
+    back: Tensor,
+    needs: int,
+) -> tuple[Tensor, ...]:
+    compute = torch.float32 if native.widens(up.dtype) else up.dtype
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    return grads.new_empty(grads.shape[0], dtype=wide), *(
+        up.new_empty(0) if like is None or not needs >> bit & 1 else like.new_empty(like.shape)
+        for bit, like in enumerate((up, down, up_bias, down_bias))
+    )
+
+
+@torch.library.register_fake("moe_a2a::activation_backward_raw", lib=LIB)
+def _(hidden: Tensor, grad: Tensor, spec: int, limit: float, alpha: float) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape), hidden.new_empty(hidden.shape)
+
+
+@torch.library.register_fake("moe_a2a::witness", lib=LIB)
+def _(ledger: Tensor, result: Tensor) -> Tensor:
+    return ledger.new_empty(ledger.shape)
 
 
 @torch.library.register_fake("moe_a2a::combine", lib=LIB)
-def _(y: Tensor, handle: Tensor, topk_weights: Tensor | None, num_tokens: int, group: str) -> Tensor:
+def _(
+    y: Tensor,
+    handle: Tensor,
+    topk_weights: Tensor | None,
+    num_tokens: int,
+    group: str,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
+) -> Tensor:
+    order_in_inductor()
     _no_mixture(y=y, handle=handle, topk_weights=topk_weights)
     return y.new_empty(num_tokens, y.shape[1])
 
@@ -276,6 +363,12 @@ def _(handle: Tensor, hidden: int, dtype_code: int, group: str) -> Tensor:
     )
 
 
+def _fake_hidden(x: Tensor, rows: Any, up: Tensor, spec: int) -> Tensor:
+    """[N, W], what the experts keep for backward."""
+    width = up.shape[2] if Spec.of(spec).transposed else up.shape[1]
+    return x.new_empty(rows, width, dtype=torch.float32 if native.widens(up.dtype) else up.dtype)
+
+
 def _fake_moe(
     x: Tensor,
     topk_idx: Tensor,
@@ -291,21 +384,26 @@ def _fake_moe(
     tag: int = 0,
     gradients: int = -1,
     keep: bool = False,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    order_in_inductor()
     _no_mixture(x=x, topk_idx=topk_idx, topk_weights=topk_weights, up=up, down=down)
     rows = _new_rows() if keep else 0
-    width = up.shape[2] if Spec.of(spec).transposed else up.shape[1]
-    dtype = torch.float32 if native.widens(up.dtype) else up.dtype
     return (
         x.new_empty(x.shape),
         x.new_empty(rows, x.shape[1]),
-        x.new_empty(rows, width, dtype=dtype),
+        _fake_hidden(x, rows, up, spec),
         x.new_empty(_handle_size(topk_idx, group), dtype=torch.int64),
     )
 
 
 torch.library.register_fake("moe_a2a::moe", _fake_moe, lib=LIB)
 torch.library.register_fake("moe_a2a::moe_raw", _fake_moe, lib=LIB)
+
+
+def _fake_anchor(handle: Tensor) -> Tensor:
+    return handle.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.register_fake("moe_a2a::dispatch_backward", lib=LIB)
@@ -317,17 +415,19 @@ def _(
     top_k: int,
     group: str,
     tag: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    order_in_inductor()
     weights = handle.new_empty(0) if grad_weights is None else grad_weights.new_empty(num_tokens, top_k)
-    return grad_rows.new_empty(num_tokens, grad_rows.shape[1]), weights
+    return grad_rows.new_empty(num_tokens, grad_rows.shape[1]), weights, _fake_anchor(handle)
 
 
 @torch.library.register_fake("moe_a2a::combine_backward", lib=LIB)
 def _(
     grad_out: Tensor, y: Tensor | None, topk_weights: Tensor | None, handle: Tensor, num_rows: int, group: str
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    order_in_inductor()
     weights = handle.new_empty(0) if topk_weights is None else topk_weights.new_empty(topk_weights.shape)
-    return grad_out.new_empty(num_rows, grad_out.shape[1]), weights
+    return grad_out.new_empty(num_rows, grad_out.shape[1]), weights, _fake_anchor(handle)
 
 
 @torch.library.register_fake("moe_a2a::moe_backward", lib=LIB)
@@ -349,10 +449,15 @@ def _(
     tag: int,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
+    order_in_inductor()
     parameters = (topk_weights, up, down, up_bias, down_bias)
-    return grad_out.new_empty(grad_out.shape), *(
-        grad_out.new_empty(0) if like is None or not need else like.new_empty(like.shape)
-        for like, need in zip(parameters, needs, strict=True)
+    return (
+        grad_out.new_empty(grad_out.shape),
+        *(
+            grad_out.new_empty(0) if like is None or not need else like.new_empty(like.shape)
+            for like, need in zip(parameters, needs, strict=True)
+        ),
+        _fake_anchor(handle),
     )
 
 
@@ -371,15 +476,21 @@ def seal(handle: Tensor) -> Tensor:
     """
     if isinstance(handle, FakeTensor) or type(handle) is not Tensor:
         return handle.new_empty(0)
-    return handle.new_empty(0, matrix_digest(handle))
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return handle.new_empty(0, matrix_digest(handle))
+    with _disable_current_modes():  # a look into the handle is nobody's business
+        return handle.new_empty(0, matrix_digest(handle))
 
 
 def lasting(tensor: Tensor, group: str) -> Tensor:
     """The tensor, to be kept for backward: a copy if it lies in the window, where later calls write."""
-    window = None if isinstance(tensor, FakeTensor) else find_group(group)._window
-    if window is None or not window.address <= tensor.data_ptr() < window.address + window.size:
-        return tensor
-    return tensor.clone()
+    return tensor.clone() if in_window(tensor, group) else tensor
+
+
+def in_window(tensor: Tensor, group: str) -> bool:
+    """Whether it came from ``group.empty`` or ``empty_like_rows``. What is only traced lies nowhere."""
+    window = None if isinstance(tensor, (FakeTensor, FunctionalTensor)) else find_group(group)._window
+    return window is not None and window.address <= tensor.data_ptr() < window.address + window.size
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -389,6 +500,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.group, ctx.tag = (inputs[4], inputs[5]) if full else (inputs[3], inputs[4])
     ctx.num_tokens, ctx.top_k = x.shape[0], 0 if weights is None else weights.shape[1]
     ctx.weighted, ctx.inputs, ctx.quantised = weights is not None, len(inputs), full and inputs[8] != 0
+    ctx.anchored = full and inputs[-1] is not None
 
 
 def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -397,33 +509,34 @@ def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             "moe_a2a.dispatch: there is no gradient through quantised rows; leave quantize out, or detach x"
         )
     handle, _ = ctx.saved_tensors
-    grad_x, grad_weights = torch.ops.moe_a2a.dispatch_backward.default(
+    grad_x, grad_weights, anchor = torch.ops.moe_a2a.dispatch_backward.default(
         grads[0], grads[3] if ctx.weighted else None, handle, ctx.num_tokens, ctx.top_k, ctx.group, ctx.tag
     )
-    rest = [None] * (ctx.inputs - 3)
-    return grad_x, None, grad_weights if ctx.weighted else None, *rest
+    rest = [None] * (ctx.inputs - 4)
+    return grad_x, None, grad_weights if ctx.weighted else None, *rest, anchor if ctx.anchored else None
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, handle, weights, _, group = inputs
+    y, handle, weights, _, group, _, anchor = inputs
     ctx.save_for_backward(None if weights is None else lasting(y, group), handle, weights)
-    ctx.group, ctx.num_rows = group, y.shape[0]
+    ctx.group, ctx.num_rows, ctx.anchored = group, y.shape[0], anchor is not None
 
 
 def _combine_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     y, handle, weights = ctx.saved_tensors
-    grad_y, grad_weights = torch.ops.moe_a2a.combine_backward.default(
+    grad_y, grad_weights, anchor = torch.ops.moe_a2a.combine_backward.default(
         grad_out, y, weights, handle, ctx.num_rows, ctx.group
     )
-    return grad_y, None, None if weights is None else grad_weights, None, None
+    grad_weights = None if weights is None else grad_weights
+    return grad_y, None, grad_weights, None, None, None, anchor if ctx.anchored else None
 
 
 def _save_moe(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, up, down, up_bias, down_bias, spec, limit, alpha, group, tag, _, keep = inputs
+    x, _, weights, up, down, up_bias, down_bias, spec, limit, alpha, group, tag, *_, anchor = inputs
     _, rows, hidden, handle = output
-    x = None if keep else lasting(x, group)
+    x = lasting(x, group)  # also where rows are kept: a rank that recomputes needs everybody's again
     ctx.save_for_backward(x, weights, up, down, up_bias, down_bias, rows, hidden, handle, seal(handle))
-    ctx.spec, ctx.group, ctx.tag = (spec, limit, alpha), group, tag
+    ctx.spec, ctx.group, ctx.tag, ctx.anchored = (spec, limit, alpha), group, tag, anchor is not None
 
 
 def _moe_gradients(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -434,7 +547,7 @@ def _moe_gradients(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | Non
             ctx.needs_input_grad[2:7], (weights, up, down, up_bias, down_bias), strict=True
         )
     ]
-    grads = torch.ops.moe_a2a.moe_backward.default(
+    grad_x, *grads, anchor = torch.ops.moe_a2a.moe_backward.default(
         grad_out,
         x,
         weights,
@@ -450,8 +563,8 @@ def _moe_gradients(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | Non
         ctx.tag,
         needs,
     )
-    others = [grad if need else None for grad, need in zip(grads[1:], needs, strict=True)]
-    return grads[0], None, *others, *([None] * 7)
+    others = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    return grad_x, None, *others, *([None] * 8), anchor if ctx.anchored else None
 
 
 def _no_backward(operation: str) -> Any:
@@ -475,6 +588,7 @@ for _operation in (
     "moe_begin_raw",
     "moe_finish_raw",
     "experts_raw",
+    "witness",
 ):
     LIB.impl(_operation, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_autograd(

@@ -1,8 +1,8 @@
 """What runs backward: the reverse exchanges, and how a call's results get their place in autograd's graph.
 
 dispatch's backward is a combine without weights on a round of its own; combine's backward is a dispatch of the gradient rows by
-the saved routing, with the weights, whose own gradients are dot products made where the experts are and sent back as a scalar for
-each pair (Switch Transformer's and Megatron's layers do the same with all-to-alls; nothing here needs a new routing).
+the saved routing, with the weights, whose own gradients are dot products made where the experts are and sent back as a scalar
+for each pair (layers built on all-to-alls, such as Megatron's, do the same; nothing here needs a new routing).
 
 Every rank does the same whatever it needs itself: what is needed by any of them stands in the handle.
 
@@ -11,18 +11,27 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from . import _ops
+from . import _ops, errors
+from .compiled import anchored
 from .group import EPGroup, find_group
+from .op_host import native
 from .op_host.layout import Gradient, HandleView
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+BACKWARD = "moe_a2a (backward)"
 _ALL = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
 
 
@@ -72,7 +81,11 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         needs = ctx.needs_input_grad[3 : 3 + ctx.inputs]
-        found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+        try:
+            found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+        except RuntimeError as error:
+            native.raise_kernel_failure(error)
+            raise
         gradients = [grad if need else None for grad, need in zip(found, needs, strict=False)]
         gradients += [None] * (ctx.inputs - len(gradients))
         return None, None, None, *gradients, *([None] * ctx.rest)
@@ -83,8 +96,8 @@ def attach(
     inputs: Sequence[Tensor | None],
     saved: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
-) -> None:
-    """Makes ``outputs`` depend on ``inputs``.
+) -> Sequence[Tensor]:
+    """Makes ``outputs`` depend on ``inputs``, and returns them.
 
     Args:
         backward: (saved, which inputs need a gradient, gradients of the outputs) -> gradients of the inputs.
@@ -93,7 +106,16 @@ def attach(
         outputs: float tensors without a graph.
     """
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    _Attach.apply(backward, len(inputs) + 1, len(saved), *inputs, anchor, *saved, *outputs)
+    made = (backward, len(inputs) + 1, len(saved), *inputs, anchor, *saved)
+    if torch._C._len_torch_dispatch_stack() == 0:
+        _Attach.apply(*made, *outputs)
+        return outputs
+    # Some mode looks on. Selective checkpointing keeps the operators' own tensors to hand them out again: they must get no
+    # graph, and look as if nobody had written to them.
+    outputs = [tensor.detach() for tensor in outputs]
+    with _unsafe_preserve_version_counter(tuple(outputs)):
+        _Attach.apply(*made, *outputs)
+    return outputs
 
 
 def attach_dispatch(
@@ -104,34 +126,63 @@ def attach_dispatch(
     handle: Tensor,
     group: EPGroup,
     tag: int,
-) -> None:
-    """Gives what a dispatch returned its gradients."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gives what a dispatch returned its gradients.
+
+    Returns:
+        The rows, their weights, and a link [0, H] for :func:`attach_combine`: where a rank's results don't come of its rows
+        (it has none, say), its part in dispatch's backward must not be left out, for the others wait for it.
+    """
     tokens, top_k, name = x.shape[0], 0 if topk_weights is None else topk_weights.shape[1], group.name
 
-    def backward(saved: Any, needs: Any, grad_rows: Tensor, grad_weights: Tensor | None = None) -> Any:
-        grad_x, grad_w = dispatch_backward(grad_rows, grad_weights, saved[0], tokens, top_k, name, tag)
-        return grad_x, None if grad_weights is None else grad_w
+    def backward(saved: Any, needs: Any, grad_rows: Tensor, *grad_weights: Tensor) -> Any:
+        grad = grad_weights[0] if weighted else None
+        grad_x, grad_w = dispatch_backward(grad_rows, grad, saved[0], tokens, top_k, name, tag)
+        return grad_x, None if grad is None else grad_w
 
-    outputs = [rows] if weights_N is None else [rows, weights_N]
-    attach(backward, (x, topk_weights), (handle, _ops.seal(handle)), outputs)
+    link, weighted = rows.new_empty(0, rows.shape[1]), weights_N is not None
+    outputs = [rows, link] if weights_N is None else [rows, weights_N, link]
+    outputs = list(attach(backward, (x, topk_weights), (handle, _ops.seal(handle)), outputs))
+    return outputs[0], outputs[1] if weighted else None, outputs[-1]
 
 
 def attach_combine(
-    y: Tensor, topk_weights: Tensor | None, out: Tensor, handle: Tensor, group: EPGroup
-) -> None:
-    """Gives what a combine returned its gradients."""
+    y: Tensor,
+    topk_weights: Tensor | None,
+    out: Tensor,
+    handle: Tensor,
+    group: EPGroup,
+    link: Tensor | None = None,
+) -> Tensor:
+    """Gives what a combine returned its gradients; ``link`` is what :func:`attach_dispatch` returned."""
     rows, name = y.shape[0], group.name
 
     def backward(saved: Any, needs: Any, grad_out: Tensor) -> Any:
-        return combine_backward(grad_out, saved[0], saved[1], saved[2], rows, name)
+        grad_y, grad_w = combine_backward(grad_out, saved[0], saved[1], saved[2], rows, name)
+        return grad_y, None if saved[1] is None else grad_w
 
     kept = None if topk_weights is None else _ops.lasting(y, name)
-    attach(backward, (y, topk_weights), (kept, topk_weights, handle), [out])
+    return attach(backward, (y, topk_weights, link), (kept, topk_weights, handle), [out])[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the exchanges
 
 
+def _named(exchange: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets an exchange raise this package's errors in place of what torch makes of them."""
+
+    @functools.wraps(exchange)
+    def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return exchange(*args, **kwargs)
+        except RuntimeError as error:
+            native.raise_kernel_failure(error)
+            raise
+
+    return named
+
+
+@_named
 def send_again(
     x: Tensor, topk_weights: Tensor | None, handle: Tensor, group: EPGroup, tag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,6 +199,7 @@ def send_again(
     return rows, weights, new
 
 
+@_named
 def return_rows(y: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     """Sums the rows [N, H] of each token: [T, H]."""
     if group._exchange is not None:
@@ -155,6 +207,7 @@ def return_rows(y: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     return torch.ops.moe_a2a.combine_raw.default(y, handle, None, group.name)  # type: ignore[no-any-return]
 
 
+@_named
 def return_scalars(values_N: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     """A value for each row becomes one for each pair: [T, K], 0 where dropped. On an open handle."""
     if group._exchange is not None:
@@ -162,11 +215,25 @@ def return_scalars(values_N: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     return torch.ops.moe_a2a.combine_pairs_raw.default(values_N[:, None], handle, group.name)  # type: ignore[no-any-return]
 
 
+@_named
 def return_again(y: Tensor, handle: Tensor, group: EPGroup, tag: int, pairs: bool) -> Tensor:
     """:func:`return_rows`, or with ``pairs`` what :func:`return_scalars` does, on a round of its own."""
     if group._exchange is not None:
         return group._exchange.combine_again(y, handle, tag, pairs)
     return torch.ops.moe_a2a.combine_again_raw.default(y, handle, group.name, tag, pairs)  # type: ignore[no-any-return]
+
+
+def refuse_rows(group: EPGroup, handle: Tensor, error: BaseException, where: str) -> None:
+    """Tells the ranks that wait for this one's rows why there are none. Closes the handle; raises nothing."""
+    text = f"{where} raised {type(error).__name__} on rank {group.rank}: {error}"
+    if group._exchange is not None:
+        with contextlib.suppress(errors.MoeA2AError):
+            group._exchange.combine(errors.BadValue(text), handle, None)
+        return
+    with contextlib.suppress(RuntimeError):
+        native.refuse_combine(group.name, handle)(
+            1, text.encode(errors="replace").decode().replace("\0", "?")
+        )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -212,13 +279,17 @@ def combine_backward(
     grads_NH, weights_N, opened = send_again(grad_out, topk_weights, handle, owner, 0)
     if topk_weights is None:
         return grads_NH, handle.new_empty(0)
-    assert y is not None
-    precise = wide(y.dtype)
-    wide_NH = grads_NH.to(precise)
-    values_N = (wide_NH * y.to(precise)).sum(1)
+    try:
+        assert y is not None
+        precise = wide(y.dtype)
+        wide_NH = grads_NH.to(precise)
+        values_N = (wide_NH * y.to(precise)).sum(1)
+    except BaseException as error:
+        refuse_rows(owner, opened, error, BACKWARD)
+        raise
     grad_weights = return_scalars(values_N, opened, owner).to(topk_weights.dtype)
     return (wide_NH * weights_N.to(precise)[:, None]).to(y.dtype), grad_weights
 
 
-_ops.LIB.impl("dispatch_backward", dispatch_backward, "CPU")
-_ops.LIB.impl("combine_backward", combine_backward, "CPU")
+_ops.LIB.impl("dispatch_backward", anchored(dispatch_backward), "CPU")
+_ops.LIB.impl("combine_backward", anchored(combine_backward), "CPU")

@@ -20,6 +20,7 @@ from torch._guards import detect_fake_mode
 
 from . import _ops, errors
 from .backward import attach_combine, attach_dispatch, wanted
+from .compiled import held, hold, not_in_window
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import DTYPE_CODES, HandleView
@@ -44,12 +45,13 @@ class Handle:
         group: the EPGroup.
     """
 
-    __slots__ = ("_num_tokens", "_view", "group", "meta")
+    __slots__ = ("_link", "_num_tokens", "_view", "group", "meta")
 
     def __init__(self, meta: Tensor, group: EPGroup, num_tokens: int | None = None) -> None:
         self.meta = meta
         self.group = group
         self._view: HandleView | None = None
+        self._link: Tensor | None = None  # ties combine's gradients to dispatch's
         self._num_tokens = num_tokens  # known without a look into the tensor, which a graph couldn't take
 
     @property
@@ -96,40 +98,49 @@ class Dispatched:
         handle: what combine needs.
     """
 
-    __slots__ = ("handle", "scales", "weights", "x")
+    __slots__ = ("_traced", "handle", "scales", "weights", "x")
 
     def __init__(
-        self, x: Tensor, weights: Tensor | None, handle: Handle, scales: Tensor | None = None
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        handle: Handle,
+        scales: Tensor | None = None,
+        traced: tuple[Tensor, Tensor, torch.dtype] | None = None,
     ) -> None:
         self.x = x
         self.weights = weights
         self.scales = scales
         self.handle = handle
+        self._traced = (
+            traced  # counts, offsets and x's dtype, of a call in a graph, which can't look into the handle
+        )
 
     @property
     def counts(self) -> Tensor:
         """[E_local] int64: rows of each local expert."""
-        return self.handle.view.counts
+        return self.handle.view.counts if self._traced is None else self._traced[0]
 
     @property
     def offsets(self) -> Tensor:
         """[E_local + 1] int32: first row of each local expert, and N; ``offsets[1:]`` is what F.grouped_mm takes. With
         ``align`` each is a multiple of it, so an expert's part has ``counts`` rows and then zero rows.
         """
-        return self.handle.view.offsets
+        return self.handle.view.offsets if self._traced is None else self._traced[1]
 
     def empty_like_rows(self, dtype: torch.dtype | None = None, hidden: int | None = None) -> Tensor:
         """An uninitialised [N, H] tensor in this rank's window for the experts' results, so that combine copies nothing.
 
         One a handle: every call returns the same memory. It may be written until combine, and must not be afterwards, nor
         once the handle has expired. On the collective transport, and where more rows came than the window holds
-        (max_recv_rows), it is an ordinary tensor.
+        (max_recv_rows), and inside torch.compile, it is an ordinary tensor.
 
         Args:
             dtype: x's by default (what x had before it was quantised).
             hidden: x's H by default.
         """
-        dtype = self.handle.view.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = self.handle.view.dtype if self._traced is None else self._traced[2]
         hidden = self.x.shape[1] if hidden is None else hidden
         code = DTYPE_CODES.get(dtype)
         if code is None:
@@ -137,7 +148,7 @@ class Dispatched:
                 f"moe_a2a.Dispatched.empty_like_rows: dtype = {dtype}; expected a float type that travels"
             )
         group = self.handle.group
-        if group._exchange is not None:
+        if group._exchange is not None or torch.compiler.is_compiling():
             return self.x.new_empty(self.x.shape[0], hidden, dtype=dtype)
         try:
             return torch.ops.moe_a2a.window_y.default(self.handle.meta, hidden, code, group.name)  # type: ignore[no-any-return]
@@ -228,7 +239,7 @@ class PendingCombine(_Pending[Tensor]):
         group: EPGroup,
         ticket: Tensor | None,
         y: Tensor | None,
-        handle: Tensor,
+        handle: Handle,
         weights: Tensor | None,
         done: Tensor | None = None,
     ) -> None:
@@ -245,14 +256,22 @@ class PendingCombine(_Pending[Tensor]):
             wrong = _wrong_tensor(topk_weights=self._weights)
             native.raise_failure(error, f"moe_a2a.combine: on rank {self.group.rank}, {wrong or error}")
         if self._y is not None:
-            attach_combine(self._y, self._weights, out, self._handle, self.group)
+            out = attach_combine(
+                self._y, self._weights, out, self._handle.meta, self.group, self._handle._link
+            )
+            self._handle._link = None
         self._y = self._weights = None
         return out
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
 def _tag_id(tag: str | int) -> int:
     """A tag as the 64-bit number that records carry; the same on every rank."""
+    if not torch.compiler.is_compiling():
+        return _known_tag(tag)
+    return _traced_tag(tag) if isinstance(tag, str) else _make_tag(tag)
+
+
+def _make_tag(tag: str | int) -> int:
     if isinstance(tag, str):
         return int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
     if not isinstance(tag, int) or isinstance(tag, bool):
@@ -260,6 +279,17 @@ def _tag_id(tag: str | int) -> int:
     if not -(2**63) <= tag < 2**63:
         raise ValueError(f"tag = {tag}; expected a string or a 64-bit integer")
     return tag
+
+
+_known_tag = functools.lru_cache(maxsize=4096, typed=True)(_make_tag)
+
+
+def _traced_tag(tag: str | int) -> int:
+    return _known_tag(tag)
+
+
+# torch.compiler.assume_constant_result, without importing all of torch._dynamo.
+_traced_tag._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Call:
@@ -281,11 +311,12 @@ class _Call:
     def dispatched(self, rows: Tensor, weights: Tensor, scales: Tensor, meta: Tensor) -> Dispatched:
         weights_N = None if self.weights is None else weights
         # Where another rank wants gradients this one has to take part in making them.
-        if self.recorded and (self.gradients or HandleView(meta).gradients):
-            attach_dispatch(self.x, self.weights, rows, weights_N, meta, self.group, self.tag)
-        return Dispatched(
-            rows, weights_N, Handle(meta, self.group, self.x.shape[0]), scales if self.quantised else None
-        )
+        handle = Handle(meta, self.group, self.x.shape[0])
+        if self.recorded and (self.gradients or handle.view.gradients):
+            rows, weights_N, handle._link = attach_dispatch(
+                self.x, self.weights, rows, weights_N, meta, self.group, self.tag
+            )
+        return Dispatched(rows, weights_N, handle, scales if self.quantised else None)
 
 
 def _quant_code(quantize: str | None) -> int:
@@ -382,6 +413,11 @@ def dispatch(
 
     What the window can't take at once goes in waves, so nothing is ever dropped.
 
+    x and topk_weights get their gradients, and backward is collective: where one rank's x or weights want some, every rank's
+    results have a place in its graph, and every rank runs backward, a rank that got no rows, too. What only the experts'
+    parameters or combine's weights want isn't known here, so there it is all ranks or none. A rank that doesn't run backward,
+    or ran forward under no_grad, is named by the PeerTimeout that the others raise.
+
     Args:
         x: [T, H] float32, bfloat16, float16 or float64, any strides. T may be 0 and differ between ranks; H and dtype may not.
         topk_idx: [T, K] int32 or int64, any strides; global expert ids, -1 for no expert, duplicates allowed.
@@ -425,12 +461,15 @@ def dispatch(
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
-            rows, _, _, weights, scales, meta = _dispatch_full(*full, gradients)
+            ledger, anchor = held(not quant)
+            rows, counts, offsets, weights, scales, meta = _dispatch_full(*full, gradients, ledger, anchor)
+            hold(meta)
             return Dispatched(
                 rows,
                 None if topk_weights is None else weights,
                 Handle(meta, group, x.shape[0]),
                 scales if quant else None,
+                (counts, offsets, x.dtype),
             )
         call = _Call(x, topk_weights, group, tag_id, quant != 0, gradients)
         if group._exchange is not None:
@@ -524,23 +563,30 @@ def combine(
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
-            return _combine(y, handle.meta, topk_weights, handle.num_tokens, group.name)  # type: ignore[no-any-return]
+            ledger, anchor = held()
+            summed: Tensor = _combine(
+                y, handle.meta, topk_weights, handle.num_tokens, group.name, ledger, anchor
+            )
+            hold(summed)
+            return summed
         recorded = wanted(y, topk_weights) or (torch.is_grad_enabled() and handle.view.gradients)
         if group._exchange is not None:
             out = group._exchange.combine(y, handle.meta, topk_weights)
         elif async_op:
             ticket = _combine_begin_raw(y, handle.meta, group.name)
-            return PendingCombine(group, ticket, y if recorded else None, handle.meta, topk_weights)
+            return PendingCombine(group, ticket, y if recorded else None, handle, topk_weights)
         else:
             out = _combine_raw(y, handle.meta, topk_weights, group.name)
-        if recorded:
-            attach_combine(y, topk_weights, out, handle.meta, group)
-        return PendingCombine(group, None, None, handle.meta, None, out) if async_op else out
     except errors.MoeA2AError:
         group._check_open("moe_a2a.combine")
         raise
     except Exception as error:
         _fail_combine(group, error, y, handle, topk_weights)
+    # The call is over: what checkpointing raises here, when it has seen enough, is no failure of it.
+    if recorded:
+        out = attach_combine(y, topk_weights, out, handle.meta, group, handle._link)
+        handle._link = None
+    return PendingCombine(group, None, None, handle, None, out) if async_op else out
 
 
 # What follows runs after a call has failed. A failure of the kernels has been told to the peers already; anything else (an
@@ -612,7 +658,7 @@ def _fail_combine(group: EPGroup, error: Exception, y: Any, handle: Handle, topk
         # Only this rank's sum can't be made; the rows that others wait for are good. Weights that can't fit stop the call
         # right after they have gone out.
         with contextlib.suppress(RuntimeError, ValueError):
-            _combine_impl(y, handle.meta, torch.empty(0, device="cpu"), handle.num_tokens, group.name)
+            _combine_now(y, handle.meta, torch.empty(0, device="cpu"), group)
         if group._exchange is None:
             # Should that have failed in another way, the handle is still open. A closed one answers with HandleExpired.
             with contextlib.suppress(RuntimeError):
@@ -639,13 +685,21 @@ def _dispatch_full_impl(
     align: int = 1,
     quant: int = 0,
     gradients: int = -1,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    exchange = find_group(group)._exchange
+    owner = find_group(group)
     tensors, options = (x, topk_idx, topk_weights, routing), (tag, pad_to, align, quant, max(gradients, 0))
-    if exchange is not None:
-        rows, weights, scales, meta = exchange.dispatch(*tensors, *options)
-    else:
-        rows, weights, scales, meta = _dispatch_full_raw(*tensors, group, *options)
+    try:
+        if owner._exchange is not None:
+            rows, weights, scales, meta = owner._exchange.dispatch(*tensors, *options)
+        else:
+            rows, weights, scales, meta = _dispatch_full_raw(*tensors, group, *options)
+    except errors.MoeA2AError:
+        raise
+    except Exception as error:
+        named = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        _fail_call(owner, error, "moe_a2a.dispatch", tag, routing is not None, **named)
     view = HandleView(meta)
     # Copies: an operator's outputs must not be views of each other.
     return rows, view.counts.clone(), view.offsets.clone(), weights, scales, meta
@@ -667,15 +721,37 @@ def _dispatch_impl(
     return rows, counts, offsets, weights, meta
 
 
+def _combine_now(y: Tensor, handle: Tensor, topk_weights: Tensor | None, group: EPGroup) -> Tensor:
+    if group._exchange is not None:
+        return group._exchange.combine(y, handle, topk_weights)
+    return _combine_raw(y, handle, topk_weights, group.name)  # type: ignore[no-any-return]
+
+
 def _combine_impl(
-    y: Tensor, handle: Tensor, topk_weights: Tensor | None, num_tokens: int, group: str
+    y: Tensor,
+    handle: Tensor,
+    topk_weights: Tensor | None,
+    num_tokens: int,
+    group: str,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> Tensor:
-    exchange = find_group(group)._exchange
-    if exchange is not None:
-        return exchange.combine(y, handle, topk_weights)
-    return _combine_raw(y, handle, topk_weights, group)  # type: ignore[no-any-return]
+    owner = find_group(group)
+    try:
+        if anchor is not None and topk_weights is not None:
+            not_in_window("y", y, group)
+        return _combine_now(y, handle, topk_weights, owner)
+    except errors.MoeA2AError:
+        raise
+    except Exception as error:
+        _fail_combine(owner, error, y, Handle(handle, owner, num_tokens), topk_weights)
+
+
+def _witness_impl(ledger: Tensor, result: Tensor) -> Tensor:
+    return ledger + 1
 
 
 _ops.LIB.impl("dispatch", _dispatch_impl, "CPU")
 _ops.LIB.impl("dispatch_full", _dispatch_full_impl, "CPU")
 _ops.LIB.impl("combine", _combine_impl, "CPU")
+_ops.LIB.impl("witness", _witness_impl, "CPU")

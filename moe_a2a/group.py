@@ -479,8 +479,8 @@ class EPGroup:
             last :func:`moe` computed them); ``pushes`` (dispatches and combines in which this rank pushed);
             ``waves`` (that dispatches took, and combines that took more than one); ``copied_bytes`` (payload bytes this rank
             copied: ``dispatch_in`` and ``combine_in`` into its own window, ``dispatch_push`` and ``combine_push`` into
-            windows of others, ``dispatch_out`` and ``combine_out`` into results; a fused call's own rows, which go to where they
-            are computed, and what it keeps for backward are ``dispatch_out``); ``wait_seconds`` (list by rank, time spent
+            windows of others, ``dispatch_out`` and ``combine_out`` into results; a fused call's own rows, which go to where
+            they are computed, and what it keeps for backward are ``dispatch_out``); ``wait_seconds`` (list by rank, time spent
             waiting for each peer). The collective transport counts nothing of this and returns {}.
         """
         self._check_open("moe_a2a.EPGroup.stats")

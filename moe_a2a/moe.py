@@ -8,8 +8,6 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows,
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -18,15 +16,17 @@ from torch import Tensor
 
 from . import _ops, errors
 from .backward import (
+    BACKWARD,
     agreed,
     attach,
     dispatch_backward,
+    refuse_rows,
     return_again,
     return_rows,
     send_again,
     wanted,
-    wide,
 )
+from .compiled import anchored, constant, held, hold, not_in_window
 from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
 from .group import EPGroup, find_group
 from .op_host import native
@@ -39,7 +39,7 @@ _begin_raw = torch.ops.moe_a2a.moe_begin_raw.default
 _next_raw = torch.ops.moe_a2a.moe_next_raw.default
 _finish_raw = torch.ops.moe_a2a.moe_finish_raw.default
 _experts_raw = torch.ops.moe_a2a.experts_raw.default
-_activation_backward_raw = torch.ops.moe_a2a.activation_backward_raw.default
+_experts_backward_raw = torch.ops.moe_a2a.experts_backward_raw.default
 _combine_raw = torch.ops.moe_a2a.combine_raw.default
 _dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
 
@@ -115,7 +115,7 @@ class _Call:
         try:
             y, hidden = _experts_raw(rows, view.offsets, *self.experts, keep)
         except RuntimeError as error:
-            _refuse_rows(group, meta, error)
+            refuse_rows(group, meta, error, _OPERATION)
             raise
         if group._exchange is not None:
             out = group._exchange.combine(y, meta, self.weights)
@@ -132,13 +132,12 @@ class _Call:
         except RuntimeError as error:
             self.group._check_open(_OPERATION)
             native.raise_failure(error, f"{_OPERATION}: {error}")
-        self.record(out, kept, hidden, meta)
-        return out  # type: ignore[no-any-return]
+        return self.record(out, kept, hidden, meta)
 
-    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> None:
-        """Gives the result its gradients, if some rank wants any."""
+    def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> Tensor:
+        """The result with its gradients, if some rank wants any."""
         if not self.recorded or not (self.gradients or HandleView(meta).gradients):
-            return
+            return out
         name, tag, spec = self.group.name, self.tag, (self.code, self.limit, self.alpha)
 
         def backward(saved: Any, needs: Sequence[bool], grad_out: Tensor) -> Sequence[Tensor | None]:
@@ -147,21 +146,12 @@ class _Call:
                 *(grad_out, *tensors, *spec, rows, hidden, handle, name, tag, list(needs[1:6]))
             )
 
-        x = None if self.keep else _ops.lasting(self.x, name)
+        # One rank that recomputes needs everybody's rows again.
+        again = not self.keep or bool(HandleView(meta).gradients & Gradient.RECOMPUTE)
+        x = _ops.lasting(self.x, name) if again else None
         inputs = (self.x, self.weights, *self.parameters)
         saved = (x, *inputs[1:], rows, hidden, meta, _ops.seal(meta))
-        attach(backward, inputs, saved, [out])
-
-
-def _refuse_rows(group: EPGroup, meta: Tensor, error: Exception) -> None:
-    """Tells the ranks that wait for this one's rows why there are none."""
-    text = f"{_OPERATION}: on rank {group.rank}: {error}"
-    if group._exchange is not None:
-        with contextlib.suppress(errors.MoeA2AError):
-            group._exchange.combine(torch.empty(0), meta, None)
-        return
-    with contextlib.suppress(RuntimeError):
-        native.refuse_combine(group.name, meta)(1, text)
+        return attach(backward, inputs, saved, [out])[0]
 
 
 class PendingMoe(_Pending[Tensor]):
@@ -204,8 +194,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: Literal[False] = False,
@@ -228,8 +218,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: Literal[True],
@@ -251,8 +241,8 @@ def moe(
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
-    limit: float = 7.0,
-    alpha: float = 1.702,
+    limit: float | None = None,
+    alpha: float | None = None,
     shared: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     async_op: bool = False,
@@ -282,7 +272,7 @@ def moe(
         gated: False for experts with one matrix before the activation: W = I, and ``gate_up_proj`` is that matrix.
         transposed: parameters are [in, out] for each expert.
         interleaved: gate and up alternate among the W columns, instead of standing side by side.
-        limit, alpha: of "clamped".
+        limit, alpha: of "clamped"; 7.0 and 1.702 by default.
         shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
         recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
         async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and
@@ -310,15 +300,30 @@ def moe(
         code = Spec(activation, bool(gated), bool(transposed), bool(interleaved)).code
         tag_id = 0 if tag is None else _tag_id(tag)
         gradients = int(wanted(x, topk_weights, parameters))
-        spec = (code, float(limit), float(alpha))
+        # Not defaults of the signature: torch.compile makes symbols of those when sizes are dynamic.
+        limit = 7.0 if limit is None else constant(_real("limit", limit))
+        spec = (code, limit, 1.702 if alpha is None else constant(_real("alpha", alpha)))
         if torch.compiler.is_compiling():
             if async_op:
                 raise RuntimeError(_NO_ASYNC_TRACE)
             # What is kept has as many rows as come, which a graph had better not hold.
             gradients |= int(Gradient.RECOMPUTE) if gradients else 0
-            out: Tensor = _moe(x, topk_idx, topk_weights, *parameters, *spec, group.name, tag_id, gradients)[
-                0
-            ]
+            ledger, anchor = held()
+            results = _moe(
+                x,
+                topk_idx,
+                topk_weights,
+                *parameters,
+                *spec,
+                group.name,
+                tag_id,
+                gradients,
+                False,
+                ledger,
+                anchor,
+            )
+            hold(results[3])
+            out: Tensor = results[0]
             return out if shared is None else out + shared(x)
         if gradients and recompute:
             gradients |= int(Gradient.RECOMPUTE)
@@ -333,21 +338,31 @@ def moe(
         raise
     except Exception as error:
         tensors: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
-        _fail_call(group, error, _OPERATION, tag, **tensors, gate_up_proj=gate_up_proj, down_proj=down_proj)
+        tensors |= {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        tensors |= {name: value for name, value in biases.items() if value is not None}
+        _fail_call(group, error, _OPERATION, tag, **tensors)
     if begun is not None:
         beside = None
         if shared is not None:
             try:
                 beside = shared(x)
             except BaseException as error:
-                _refuse_rows(group, begun[1], RuntimeError(f"shared raised {type(error).__name__}: {error}"))
+                refuse_rows(group, begun[1], error, f"{_OPERATION}: shared")
                 raise
         pending = PendingMoe(group, call, begun, beside)
         return pending if async_op else pending.wait()
-    call.record(out, rows, hidden, meta)
+    out = call.record(out, rows, hidden, meta)
     if shared is not None:
         out = out + shared(x)
     return PendingMoe(group, call, None, None, out) if async_op else out
+
+
+def _real(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(value).__name__} ({value!r}); expected a number") from None
 
 
 def moe_apply(
@@ -404,7 +419,7 @@ def moe_apply(
         beside = None if shared is None else shared(x)
         if recorded:
             parts = [x.new_empty(offsets[e + 1] - offsets[e], x.shape[1]) for e in range(local)]
-            _attach_parts(x, parts, meta, group, tag_id)
+            handle._link = _attach_parts(x, parts, meta, group, tag_id)
         results: dict[int, Tensor] = {}
         waiting = iter([e for e in range(local) if offsets[e] < offsets[e + 1]])
         while (expert := _next_expert(group, meta) if fused else next(waiting, -1)) >= 0:
@@ -418,10 +433,8 @@ def moe_apply(
                 if expert not in results:
                     results[expert] = experts(parts[expert], expert)
         y = _joined(results, rows, offsets, recorded)
-    except errors.MoeA2AError:
-        raise
-    except BaseException as error:
-        _refuse_rows(group, meta, RuntimeError(f"experts raised {type(error).__name__}: {error}"))
+    except BaseException as error:  # also one of this package: it may be another group's
+        refuse_rows(group, meta, error, "moe_a2a.moe_apply: experts")
         raise
     out = combine(y, handle, topk_weights)
     return out if beside is None else out + beside
@@ -451,15 +464,16 @@ def _joined(results: dict[int, Tensor], rows: Tensor, offsets: Sequence[int], re
     return torch.cat(ordered)
 
 
-def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> None:
-    """Makes the rows of each expert, which are filled in later, depend on x."""
+def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> Tensor:
+    """Makes the rows of each expert, which are filled in later, depend on x. Returns the call's link for combine."""
     tokens, name = x.shape[0], group.name
+    link = x.new_empty(0, x.shape[1])
 
     def backward(saved: Any, needs: Any, *grads: Tensor) -> Sequence[Tensor | None]:
-        grad_rows = torch.cat(grads) if grads else saved[0].new_empty(0, 1)
-        return (dispatch_backward(grad_rows, None, saved[0], tokens, 0, name, tag)[0],)
+        return (dispatch_backward(torch.cat(grads), None, saved[0], tokens, 0, name, tag)[0],)
 
-    attach(backward, (x,), (meta, _ops.seal(meta)), parts)
+    *parts[:], link = attach(backward, (x,), (meta, _ops.seal(meta)), [*parts, link])
+    return link
 
 
 # ------------------------------------------------------------------------------------------------ the differentiable operator
@@ -480,6 +494,8 @@ def _moe_impl(
     tag: int = 0,
     gradients: int = -1,
     keep: bool = False,
+    ledger: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if gradients < 0:
         everything = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
@@ -487,7 +503,15 @@ def _moe_impl(
     parameters = (up, down, up_bias, down_bias)
     owner = find_group(group)
     call = _Call(x, topk_weights, parameters, (spec, limit, alpha), owner, tag, gradients, keep)
-    return call.run(topk_idx)
+    try:
+        if anchor is not None:
+            not_in_window("x", x, group)
+        return call.run(topk_idx)
+    except errors.MoeA2AError:
+        raise
+    except Exception as error:
+        wrong: dict[str, Any] = {"gate_up_proj": up, "down_proj": down}
+        _fail_call(owner, error, _OPERATION, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **wrong)
 
 
 @torch.no_grad()
@@ -509,66 +533,30 @@ def _moe_backward(
     tag: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, topk_weights, up, down, up_bias and down_bias; empty where ``needs`` (all but x's) says so.
-
-    With g the gradient of an expert's results, w the weights of its rows and a the activation's result: ``d = g @ down`` gives
-    the weight's gradient ``<d, a> + <g, down_bias>`` without the results themselves, and ``w * d`` goes on backward.
-    """
+    """Gradients of x, topk_weights, up, down, up_bias and down_bias; empty where ``needs`` (all but x's) says so."""
     owner, agreement = find_group(group), agreed(handle)
-    transposed = Spec.of(spec).transposed
-    compute = torch.float32 if native.widens(up.dtype) else up.dtype
     kept = hidden.shape[0] > 0 or rows.shape[0] > 0
     if agreement & Gradient.RECOMPUTE:
         assert x is not None or kept
         again, _, _ = send_again(grad_out if x is None else x, None, handle, owner, tag)
         rows = rows if kept else again
     grads_NH, weights_N, opened = send_again(grad_out, topk_weights, handle, owner, tag)
-    offsets = HandleView(handle).offsets.tolist()
     back_NH = _place_for(grads_NH, opened, owner)
-    values_N = grads_NH.new_empty(grads_NH.shape[0], dtype=wide(compute))
-    need_weights, need_up, need_down, need_up_bias, need_down_bias = needs
-
-    def empty_like(value: Tensor | None, need: bool) -> Tensor:
-        return grad_out.new_empty(0) if value is None or not need else torch.empty_like(value)
-
-    grad_up, grad_down = empty_like(up, need_up), empty_like(down, need_down)
-    grad_up_bias, grad_down_bias = empty_like(up_bias, need_up_bias), empty_like(down_bias, need_down_bias)
-    for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        if begin == end:
-            for grad, need in zip((grad_up, grad_down, grad_up_bias, grad_down_bias), needs[1:], strict=True):
-                if need:
-                    grad[expert].zero_()
-            continue
-        first = up[expert].to(compute)  # [W, H], transposed [H, W]
-        second = down[expert].to(compute)  # [H, I], transposed [I, H]
-        x_nH, g_nH = rows[begin:end].to(compute), grads_NH[begin:end].to(compute)
-        if hidden.shape[0] > 0:
-            h_nW = hidden[begin:end]
-        else:
-            h_nW = x_nH @ (first if transposed else first.T)
-            if up_bias is not None:
-                h_nW += up_bias[expert].to(compute)
-        d_nI = g_nH @ (second.T if transposed else second)
-        if topk_weights is None:
-            a_nI, grad_h_nW = _activation_backward_raw(h_nW, d_nI, spec, limit, alpha)
-            g_down_nH = g_nH
-        else:
-            w_n1 = weights_N[begin:end, None].to(wide(compute))
-            weighted = (d_nI.to(wide(compute)) * w_n1).to(compute)
-            a_nI, grad_h_nW = _activation_backward_raw(h_nW, weighted, spec, limit, alpha)
-            values_N[begin:end] = (d_nI * a_nI).sum(1, dtype=wide(compute))
-            if down_bias is not None:
-                values_N[begin:end] += g_nH.to(wide(compute)) @ down_bias[expert].to(wide(compute))
-            g_down_nH = (g_nH.to(wide(compute)) * w_n1).to(compute) if need_down or need_down_bias else g_nH
-        if need_down:
-            grad_down[expert] = a_nI.T @ g_down_nH if transposed else g_down_nH.T @ a_nI
-        if need_down_bias:
-            grad_down_bias[expert] = g_down_nH.sum(0)
-        if need_up:
-            grad_up[expert] = x_nH.T @ grad_h_nW if transposed else grad_h_nW.T @ x_nH
-        if need_up_bias:
-            grad_up_bias[expert] = grad_h_nW.sum(0)
-        back_NH[begin:end] = grad_h_nW @ (first.T if transposed else first)
+    need_weights, *others = needs
+    try:
+        values_N, *grads = _experts_backward_raw(
+            grads_NH,
+            None if topk_weights is None else weights_N,
+            rows,
+            hidden,
+            HandleView(handle).offsets,
+            *(up, down, up_bias, down_bias, spec, limit, alpha),
+            back_NH,
+            sum(need << bit for bit, need in enumerate(others)),
+        )
+    except BaseException as error:
+        refuse_rows(owner, opened, error, BACKWARD)
+        raise
     grad_x = return_rows(back_NH, opened, owner)
     if topk_weights is None:
         grad_weights = grad_out.new_empty(0)
@@ -578,7 +566,7 @@ def _moe_backward(
         grad_weights = torch.zeros_like(topk_weights)
     if not need_weights:
         grad_weights = grad_out.new_empty(0)
-    return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
+    return grad_x, grad_weights, *grads
 
 
 def _place_for(like: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
@@ -590,4 +578,4 @@ def _place_for(like: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
 
 
 _ops.LIB.impl("moe", _moe_impl, "CPU")
-_ops.LIB.impl("moe_backward", _moe_backward, "CPU")
+_ops.LIB.impl("moe_backward", anchored(_moe_backward), "CPU")

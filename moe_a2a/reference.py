@@ -958,12 +958,14 @@ class CollectiveExchange:
     # ----------------------------------------------------------------------------------------------- combine
 
     @torch.no_grad()
-    def combine(self, y: Tensor, meta: Tensor, topk_weights: Tensor | None, pairs: bool = False) -> Tensor:
+    def combine(
+        self, y: Tensor | MoeA2AError, meta: Tensor, topk_weights: Tensor | None, pairs: bool = False
+    ) -> Tensor:
         """Brings the rows back to their tokens and sums them by the combine rule. Collective; closes it.
 
         Args:
             y: [N, H] fp32/bf16/fp16/fp64, any strides, a row for each row of dispatch, padding included, which is not
-                looked at; dtype and H may be others than x's.
+                looked at; dtype and H may be others than x's. An error: there is none, and the peers are told why.
             meta: the handle of a dispatch, not combined yet, with fewer than ``depth`` newer dispatches.
             topk_weights: [T, K] float, any strides, or None to sum the rows as they are.
             pairs: the rows aren't summed.
@@ -987,6 +989,8 @@ class CollectiveExchange:
         try:
             handle = self._open_handle(meta)
             header = header._replace(handle=handle.epoch)
+            if isinstance(y, MoeA2AError):
+                raise y
             # A scalar for a pair may be wider than a very narrow row.
             scalars = replace(self._limits, hidden_size=self._limits.hidden_size + 8)
             check_combine_rows(y, handle.out_rows, scalars if pairs else self._limits, self.rank)
@@ -1030,6 +1034,7 @@ class CollectiveExchange:
             arrived = self._all_to_all(_COMBINE, send, rows_RR[:, self.rank], rows_RR[self.rank])
         if failure is not None:
             raise failure
+        assert isinstance(y, Tensor)
         holders = {rank: reason for rank, reason in reasons.items() if needed_R[rank]}
         if holders:
             raise self._peer_aborted(_COMBINE, holders)

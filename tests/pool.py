@@ -105,7 +105,7 @@ class RankContext:
 
     Attributes:
         rank, world_size: this rank and the number of ranks in the run.
-        process_group: the torch process group of ranks 0..world_size-1.
+        process_group: the torch process group of ranks 0..world_size-1; None in a pool without a world.
         rng: a generator seeded by the run's seed and the rank, so that delays differ between ranks.
     """
 
@@ -184,15 +184,8 @@ def _send(conn: Connection, message: Any) -> None:
     conn.send_bytes(pickle.dumps(message))
 
 
-def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
-    trace_file = open(traces, "w")  # noqa: SIM115  (stays open: the signal handler writes to it)
-    faulthandler.enable(file=trace_file)
-    faulthandler.register(signal.SIGUSR1, file=trace_file, all_threads=True)
-    conn = Connection(fd)
-
+def _make_world(conn: Connection, rank: int, size: int) -> dict[int, Any]:
+    """Meet the other ranks; returns the process group of each size."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -206,10 +199,24 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
         port = pickle.loads(conn.recv_bytes())
         store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    groups = {r: dist.new_group(list(range(r))) for r in GROUP_SIZES if r < size}
+    groups: dict[int, Any] = {r: dist.new_group(list(range(r))) for r in GROUP_SIZES if r < size}
     groups[size] = dist.group.WORLD
+    return groups
+
+
+def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int, world: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the line above
+        os._exit(1)
+    trace_file = open(traces, "w")  # noqa: SIM115  (stays open: the signal handler writes to it)
+    faulthandler.enable(file=trace_file)
+    faulthandler.register(signal.SIGUSR1, file=trace_file, all_threads=True)
+    conn = Connection(fd)
+
+    groups = _make_world(conn, rank, size) if world else {}
     gc.collect()
     gc.freeze()  # what torch brought along is not looked at by the collections below
+    modules = len(sys.modules)
     _send(conn, "ready")
 
     caches: dict[int, OrderedDict[str, Any]] = {}
@@ -220,7 +227,10 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
             os._exit(1)
         if message[0] == "stop":
             problems = _close_all([g for cache in caches.values() for g in cache.values()])
-            dist.destroy_process_group()
+            if world:
+                import torch.distributed as dist
+
+                dist.destroy_process_group()
             _send(conn, problems)
             return
         if message[0] == "drop":
@@ -229,7 +239,7 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
             continue
         _, address, world_size, seed, args, kwargs = message
         rng = random.Random(seed * 1000 + rank)
-        ctx = RankContext(rank, world_size, groups[world_size], rng, caches)
+        ctx = RankContext(rank, world_size, groups.get(world_size), rng, caches)
         reply: tuple[str, Any]
         try:
             module, name = address.split(":")
@@ -250,6 +260,10 @@ def _worker_main(fd: int, rank: int, size: int, traces: str, parent: int) -> Non
         # A traceback kept alive would keep the body's tensors, and with them handles of closed groups.
         del ctx, reply
         gc.collect()
+        if len(sys.modules) != modules:
+            # torch.compile brings 300,000 objects along: each later collection, and so each run, would take 0.2 s a rank.
+            gc.freeze()
+            modules = len(sys.modules)
 
 
 # ------------------------------------------------------------------------------------------ inside the parent
@@ -265,14 +279,18 @@ class _Worker:
 
 
 class RankPool:
-    """``size`` rank processes, started at the first :meth:`run` and kept until :meth:`close`."""
+    """``size`` rank processes, started at the first :meth:`run` and kept until :meth:`close`.
 
-    def __init__(self, size: int = 8, env: dict[str, str] | None = None) -> None:
+    Without a ``world`` they import no torch and have no process groups: for bodies that need none, as it starts at once.
+    """
+
+    def __init__(self, size: int = 8, env: dict[str, str] | None = None, world: bool = True) -> None:
         if size not in GROUP_SIZES:
             raise ValueError(f"RankPool: size = {size}, expected one of {GROUP_SIZES}")
         self.size = size
         self.starts = 0
         self._env = env or {}
+        self._world = world
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._seed = 0
@@ -306,10 +324,22 @@ class RankPool:
                 f"pool.run: world_size = {world_size}, expected one of {GROUP_SIZES} <= {self.size}"
             )
         address = address_of(body)
-        self._start()
         self._seed += 1
-        workers = self._workers[:world_size]
         request = ("run", address, world_size, self._seed if seed is None else seed, args, kwargs)
+        try:
+            self._start()
+            return self._run(self._workers[:world_size], request, timeout, deaths)
+        except PoolError:
+            raise
+        except BaseException:
+            self._kill()  # interrupted: what the ranks still say belongs to no later run
+            raise
+
+    def _run(
+        self, workers: Sequence[_Worker], request: tuple[Any, ...], timeout: float, deaths: Sequence[int]
+    ) -> list[Any]:
+        """Send the request to these ranks and return their results."""
+        _, address, world_size, *_ = request
         for worker in workers:
             # A rank that died since the last run: _collect sees the closed connection and reports it.
             with contextlib.suppress(OSError):
@@ -368,8 +398,8 @@ class RankPool:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **self._env}
         code = (
             f"import sys; sys.path.insert(0, {str(_TESTS)!r}); import pool; "
-            "fd, rank, size, traces, parent = sys.argv[1:]; "
-            "pool._worker_main(int(fd), int(rank), int(size), traces, int(parent))"
+            "fd, rank, size, traces, parent, world = sys.argv[1:]; "
+            "pool._worker_main(int(fd), int(rank), int(size), traces, int(parent), bool(int(world)))"
         )
         for rank in range(self.size):
             ours, theirs = socket.socketpair()
@@ -377,7 +407,7 @@ class RankPool:
             with theirs, log.open("wb") as log_file:
                 command = [sys.executable, "-c", code, str(theirs.fileno()), str(rank), str(self.size)]
                 process = subprocess.Popen(
-                    [*command, str(traces), str(os.getpid())],
+                    [*command, str(traces), str(os.getpid()), str(int(self._world))],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
@@ -386,9 +416,10 @@ class RankPool:
                     env=env,
                 )
             self._workers.append(_Worker(rank, process, Connection(ours.detach()), traces, log))
-        port = self._collect(self._workers[:1], START_TIMEOUT, "starting rank 0")[0]
-        for worker in self._workers[1:]:
-            _send(worker.conn, port)
+        if self._world:
+            port = self._collect(self._workers[:1], START_TIMEOUT, "starting rank 0")[0]
+            for worker in self._workers[1:]:
+                _send(worker.conn, port)
         self._collect(self._workers, START_TIMEOUT, "starting the ranks")
 
     def _collect(

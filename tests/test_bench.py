@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 def run_benchmark(out: Path, *options: str) -> Run:
     command = [sys.executable, str(BENCHMARKS / "bench_dispatch_combine.py"), "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert out.exists(), f"no JSON was written (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}"
     return Run(done.returncode, done.stdout, done.stderr, json.loads(out.read_text()))
 

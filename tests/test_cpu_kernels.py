@@ -67,7 +67,7 @@ def run(kernels: str | None) -> list[str]:
     if kernels is not None:
         environment["MOE_A2A_CPU"] = kernels
     done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

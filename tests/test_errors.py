@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lanes import crossed
 from pool import RankPool
 from rank_bodies import errors
 from rank_bodies.errors import AT_ONCE, USUAL, Caught
@@ -323,8 +324,11 @@ def test_case_48_interrupt_during_a_wait(pool: RankPool, operation: str) -> None
     assert counted > 50, f"another thread got to run {counted} times in a second"
 
 
-@pytest.mark.parametrize("proc_closed", [False, True], ids=["by proc", "by socket"])
-@pytest.mark.parametrize("where", ["dispatch", "combine"])
+# Each costs a start of two ranks.
+@pytest.mark.parametrize(
+    ("proc_closed", "where"),
+    crossed({"by proc": False, "by socket": True}, ["dispatch", "combine"], strength=1),
+)
 def test_peer_dies(small: RankPool, where: str, proc_closed: bool) -> None:
     survivor, dead = small.run(2, errors.peer_killed, where, proc_closed, deaths=(1,))
     assert dead == -signal.SIGKILL

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lanes import slow
 
 RANK = """
 import os, signal, sys, time
@@ -62,7 +63,9 @@ def holders(inodes: set[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["close", "end", "exception", "sys.exit", "os._exit", "SIGKILL", "inside"])
+@pytest.mark.parametrize(
+    "how", ["close", "end", "exception", "sys.exit", slow("os._exit"), "SIGKILL", "inside"]
+)
 def test_nothing_stays(tmp_path: Path, how: str) -> None:
     names = set(os.listdir("/dev/shm"))
     ranks = [

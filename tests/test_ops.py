@@ -112,17 +112,28 @@ def test_fakes_have_the_shapes_of_the_real_thing(group: moe_a2a.EPGroup, weighte
     assert not isinstance(fake[0].shape[0], int), "N depends on the data"
 
 
-def test_gradients_are_refused_in_a_sentence_not_lost(group: moe_a2a.EPGroup) -> None:
+@pytest.mark.parametrize("operators", [False, True], ids=["functions", "operators"])
+def test_gradients(group: moe_a2a.EPGroup, operators: bool) -> None:
+    """Out and back without experts is a weighted sum; the functions and the operators make the same gradients of it."""
     x, idx, w = inputs()
-    x.requires_grad_()
-    d = moe_a2a.dispatch(x, idx, group, w)
-    assert d.x.requires_grad
-    out = moe_a2a.combine(d.x, d.handle, w)
-    with pytest.raises(RuntimeError, match=r"moe_a2a\.combine: this version computes no gradients"):
-        out.sum().backward()
-    d = moe_a2a.dispatch(x, idx, group, w)
-    with pytest.raises(RuntimeError, match=r"moe_a2a\.dispatch: this version computes no gradients"):
-        d.x.sum().backward()
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    if operators:
+        rows, _, _, weights_N, handle = OPS.dispatch(x, idx, w, group.name)
+        out = OPS.combine(rows * weights_N[:, None], handle, None, 7, group.name)
+        rows, _, _, _, handle = OPS.dispatch(x, idx, None, group.name)
+        again = OPS.combine(rows, handle, w, 7, group.name)
+    else:
+        d = moe_a2a.dispatch(x, idx, group, w)
+        assert d.x.requires_grad and d.weights is not None and d.weights.requires_grad
+        out = moe_a2a.combine(d.x * d.weights[:, None], d.handle)
+        d = moe_a2a.dispatch(x, idx, group)
+        again = moe_a2a.combine(d.x, d.handle, w)
+    kept = torch.where(idx >= 0, w, 0).sum(1, keepdim=True)
+    grad = torch.randn(out.shape)
+    expected = torch.autograd.grad(x * kept, leaves, grad)
+    for result in (out, again):
+        for got, want in zip(torch.autograd.grad(result, leaves, grad), expected, strict=True):
+            torch.testing.assert_close(got, want)
     with torch.no_grad():
         d = moe_a2a.dispatch(x, idx, group, w)
         assert not moe_a2a.combine(d.x, d.handle, w).requires_grad
@@ -143,20 +154,20 @@ def test_operators_raise_the_same_sentence(group: moe_a2a.EPGroup) -> None:
         OPS.dispatch(x, idx, w, "elsewhere")
 
 
-def test_the_function_skips_the_dispatcher_layers_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path that claims to be the fast one is the one taken, and the slow one is not."""
+def test_the_functions_do_nothing_for_gradients_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path that claims to be the fast one is the one taken: raw operators, and no node in a graph."""
     from moe_a2a import exchange
 
     def never(*_: object) -> None:
-        raise AssertionError("the differentiable operator was called")
+        raise AssertionError("something was done for gradients")
 
-    monkeypatch.setattr(exchange, "_dispatch", never)
-    monkeypatch.setattr(exchange, "_combine", never)
+    for name in ("_dispatch_full", "_combine", "attach_dispatch", "attach_combine"):
+        monkeypatch.setattr(exchange, name, never)
     x, idx, w = inputs()
     with moe_a2a.EPGroup(num_experts=5, top_k=3, max_tokens=7, hidden_size=9, dtype=torch.float32) as group:
         d = moe_a2a.dispatch(x, idx, group, w)
         moe_a2a.combine(d.x, d.handle, w)
-        with pytest.raises(AssertionError, match="differentiable"):
+        with pytest.raises(AssertionError, match="for gradients"):
             moe_a2a.dispatch(x.requires_grad_(), idx, group, w)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lanes import crossed
 from pool import RankPool
 from rank_bodies import errors, options
 from rank_bodies.inputs import GroupSpec
@@ -19,6 +20,7 @@ SPECS = {
 }
 MISMATCH = ("CallMismatch", "RuntimeError")
 EXPIRED = ("HandleExpired", "RuntimeError")
+LATER = {"at once": False, "async": True}
 
 BAD_OPTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("negative pad_to", VALUE, ("pad_to", "-2")),
@@ -44,13 +46,14 @@ BAD_OPTIONS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
-@pytest.mark.parametrize(("what", "kinds", "words"), BAD_OPTIONS, ids=[case[0] for case in BAD_OPTIONS])
-@pytest.mark.parametrize("spec", ["pull", "collective"])
+@pytest.mark.parametrize(
+    ("later", "case", "spec"), crossed(LATER, {case[0]: case for case in BAD_OPTIONS}, ["pull", "collective"])
+)
 def test_bad_options(
-    pool: RankPool, spec: str, what: str, kinds: tuple[str, ...], words: tuple[str, ...], later: bool
+    pool: RankPool, spec: str, case: tuple[str, tuple[str, ...], tuple[str, ...]], later: bool
 ) -> None:
     """The rank raises the reason, the others hear it."""
+    what, kinds, words = case
     if what == "neither" and not later and spec != "collective":
         kinds, words = TYPE, ("topk_idx", "NoneType")
     for ranks, bad_rank in ((1, 0), (3, 1)):
@@ -59,10 +62,9 @@ def test_bad_options(
             check(error, kinds if rank == bad_rank else PEER, ("dispatch", f"rank {bad_rank}", *words))
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
-@pytest.mark.parametrize("align", [1, 16])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("later", "align", "ranks", "spec"), crossed(LATER, [1, 16], [1, 2, 4], list(SPECS), strength=3)
+)
 def test_pad_too_small(pool: RankPool, spec: str, ranks: int, align: int, later: bool) -> None:
     """One row too many on one rank is an error on all, each time it is waited for; exactly full isn't."""
     rows = -(-8 * ranks // align) * align
@@ -76,28 +78,27 @@ def test_pad_too_small(pool: RankPool, spec: str, ranks: int, align: int, later:
         assert seen in ([None], [None, None])
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("align", ("align", "2 on rank", "4 on rank")),
-        ("new routing", ("routing", "new on rank", "used again")),
-        ("other routing", ("routing", "used again", "digest")),
-    ],
-)
-@pytest.mark.parametrize("spec", SPECS)
-def test_options_differ(pool: RankPool, spec: str, what: str, words: tuple[str, ...], later: bool) -> None:
+DIFFERENT = {
+    "align": ("align", "2 on rank", "4 on rank"),
+    "new routing": ("routing", "new on rank", "used again"),
+    "other routing": ("routing", "used again", "digest"),
+}
+
+
+@pytest.mark.parametrize(("later", "what", "spec"), crossed(LATER, list(DIFFERENT), list(SPECS)))
+def test_options_differ(pool: RankPool, spec: str, what: str, later: bool) -> None:
+    words = DIFFERENT[what]
     for ranks in (2, 3):
         for error in pool.run(ranks, options.mismatch, SPECS[spec], what, later):
             check(error, MISMATCH, ("dispatch", *words))
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
-@pytest.mark.parametrize(
-    ("what", "words"), [("quantize", ("None", "int8")), ("scheme", ("fp8_e4m3", "int8"))]
-)
-@pytest.mark.parametrize("spec", SPECS)
-def test_quantized_differ(pool: RankPool, spec: str, what: str, words: tuple[str, ...], later: bool) -> None:
+QUANTIZED_DIFFERENT = {"quantize": ("None", "int8"), "scheme": ("fp8_e4m3", "int8")}
+
+
+@pytest.mark.parametrize(("later", "what", "spec"), crossed(LATER, list(QUANTIZED_DIFFERENT), list(SPECS)))
+def test_quantized_differ(pool: RankPool, spec: str, what: str, later: bool) -> None:
+    words = QUANTIZED_DIFFERENT[what]
     for error in pool.run(2, options.mismatch, SPECS[spec], what, later):
         check(error, MISMATCH, ("dispatch", "quantize", *words))
 
@@ -124,39 +125,33 @@ COMBINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize(("what", "kinds", "words"), BAD_Y + BAD_W, ids=[case[0] for case in BAD_Y + BAD_W])
-@pytest.mark.parametrize("how", COMBINES)
+@pytest.mark.parametrize(
+    ("later", "bad_rank", "case", "how"),
+    crossed(LATER, [0, 1], {case[0]: case for case in BAD_Y + BAD_W}, list(COMBINES)),
+)
 def test_bad_combine(
-    pool: RankPool,
-    how: str,
-    what: str,
-    kinds: tuple[str, ...],
-    words: tuple[str, ...],
-    bad_rank: int,
-    later: bool,
+    pool: RankPool, how: str, case: tuple[str, tuple[str, ...], tuple[str, ...]], bad_rank: int, later: bool
 ) -> None:
     """As in test_errors, however the rows travel: a bad y concerns whoever has rows there, bad weights nobody else."""
+    what, kinds, words = case
     for _ in range(2):
         results = pool.run(3, errors.bad_combine, what, bad_rank, later, **COMBINES[how])
         check(results[bad_rank], kinds, ("combine", f"rank {bad_rank}", *words))
-        if (what, kinds, words) in BAD_Y:
+        if case in BAD_Y:
             check(results[1 - bad_rank], PEER, ("combine", f"rank {bad_rank}", *words))
         else:
             assert results[1 - bad_rank] is None
         assert results[2] is None
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "async"])
-@pytest.mark.parametrize(("what", "words"), [("dtype", ("bfloat16", "float32")), ("hidden", ("7", "8"))])
-@pytest.mark.parametrize("spec", SPECS)
-def test_owners_disagree_on_y(
-    pool: RankPool, spec: str, what: str, words: tuple[str, ...], later: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("later", "what", "spec"),
+    crossed(LATER, {"dtype": ("dtype", "bfloat16", "float32"), "hidden": ("hidden", "7", "8")}, list(SPECS)),
+)
+def test_owners_disagree_on_y(pool: RankPool, spec: str, what: tuple[str, ...], later: bool) -> None:
     for _ in range(2):
-        for error in pool.run(2, errors.combine_mismatch, what, later, SPECS[spec]):
-            check(error, MISMATCH, ("combine", *words))
+        for error in pool.run(2, errors.combine_mismatch, what[0], later, SPECS[spec]):
+            check(error, MISMATCH, ("combine", *what[1:]))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*command: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300) -> str:
+def run(*command: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 200) -> str:
     done = subprocess.run(
         command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lanes import crossed, slow
 from pool import GROUP_SIZES, RankPool
 from rank_bodies import cases
 from rank_bodies import steps as bodies
@@ -168,10 +169,15 @@ def test_outputs_do_not_depend_on_the_number_of_ranks(pool: RankPool, dtype: str
         assert_bits(out, outs[0][1], f"{ranks} ranks against one")
 
 
-@pytest.mark.parametrize("record_format", ["compact", "portable"])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 300), (4, 150), (8, 60)])
-def test_many_steps_without_barriers(pool: RankPool, ranks: int, count: int, record_format: str) -> None:
+@pytest.mark.parametrize(
+    ("record_format", "ranks_count"),
+    crossed(["compact", "portable"], {"2-300": (2, 300), "4-150": (4, 150), "8-60": (8, 60)}, strength=1),
+)
+def test_many_steps_without_barriers(
+    pool: RankPool, ranks_count: tuple[int, int], record_format: str
+) -> None:
     """Random T, K, H and delays, and nothing between the steps that would order the ranks."""
+    ranks, count = ranks_count
     rng = random.Random(ranks)
     spec = GroupSpec(8, 4, 32, 96, record_format=record_format)
     steps = [
@@ -338,22 +344,14 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 FORMATS = ("compact", "portable", "line")
 
 
-def slow(value: int) -> Any:
-    """A value that only `make test-long` runs."""
-    return pytest.param(value, marks=pytest.mark.slow)
+# Rows that fit the window, and rows that come in waves.
+WAVES = {"one wave": None, "waves": 6}
 
 
-def thinned(first: list[int], second: list[int], quick: list[tuple[int, int]]) -> list[Any]:
-    """All pairs; those that aren't quick run in `make test-long` only."""
-    return [
-        pytest.param(a, b, marks=() if (a, b) in quick else pytest.mark.slow) for a in first for b in second
-    ]
-
-
-@pytest.mark.parametrize("recv_rows", [None, 5], ids=["one wave", "waves"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [1, slow(2), 3])
+@pytest.mark.parametrize(
+    ("recv_rows", "protocol", "record_format", "ranks"),
+    crossed({"one wave": None, "waves": 5}, list(PROTOCOLS), FORMATS, [1, slow(2), 3], strength=3),
+)
 def test_each_option(
     pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
 ) -> None:
@@ -372,14 +370,27 @@ def test_each_option(
     pool.run(ranks, bodies.steps_match, spec, option_steps(ranks, spec, OPTIONS))
 
 
-@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
-@pytest.mark.parametrize(("ranks", "depth"), thinned([1, 2, 3, 4], [2, 3], [(1, 2), (2, 2), (3, 3), (4, 2)]))
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("record_format", FORMATS)
+@pytest.mark.parametrize(
+    ("recv_rows", "ranks_depth", "protocol", "record_format"),
+    crossed(
+        WAVES,
+        {
+            "1-2": (1, 2),
+            "2-2": (2, 2),
+            "3-3": (3, 3),
+            "4-2": (4, 2),
+            **{f"{ranks}-{depth}": slow((ranks, depth)) for ranks, depth in ((1, 3), (2, 3), (3, 2), (4, 3))},
+        },
+        list(PROTOCOLS),
+        FORMATS,
+        strength=3,
+    ),
+)
 def test_all_options_without_barriers(
-    pool: RankPool, ranks: int, record_format: str, protocol: str, depth: int, recv_rows: int | None
+    pool: RankPool, ranks_depth: tuple[int, int], record_format: str, protocol: str, recv_rows: int | None
 ) -> None:
     """Every kind of step by chance, with random delays, outputs in memory full of NaN, and nothing that orders the ranks."""
+    ranks, depth = ranks_depth
     spec = GroupSpec(
         6, 3, 14, 150, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
     )
@@ -417,14 +428,20 @@ ASYNC_ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
-@pytest.mark.parametrize("protocol", ["pull", "mixed"])
-@pytest.mark.parametrize(("depth", "order"), ASYNC_ORDERS)
-@pytest.mark.parametrize("ranks", [1, slow(2), 3])
+@pytest.mark.parametrize(
+    ("recv_rows", "protocol", "depth_order", "ranks"),
+    crossed(
+        WAVES,
+        ["pull", "mixed"],
+        {f"{depth}-{order}": (depth, order) for depth, order in ASYNC_ORDERS},
+        [1, slow(2), 3],
+    ),
+)
 def test_asynchronous_calls_in_any_order(
-    pool: RankPool, ranks: int, depth: int, order: str, protocol: str, recv_rows: int | None
+    pool: RankPool, ranks: int, depth_order: tuple[int, str], protocol: str, recv_rows: int | None
 ) -> None:
     """Dispatches and combines begun and waited for in any order, or begun and never waited for."""
+    depth, order = depth_order
     for record_format in FORMATS:
         spec = GroupSpec(
             6, 3, 12, 48, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
@@ -446,29 +463,40 @@ def test_asynchronous_calls_in_any_order(
         pool.run(ranks, bodies.interleaved, spec, order, steps, True)
 
 
-@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [slow(2), 3])
+@pytest.mark.parametrize(
+    ("recv_rows", "protocol", "depth_codes", "record_format", "ranks"),
+    crossed(
+        WAVES,
+        list(PROTOCOLS),
+        {"2-5": (2, 5), "3-7": (3, 7), "2-7": (2, 7)},
+        FORMATS,
+        [slow(2), 3],
+    ),
+)
 def test_all_options_when_codes_wrap(
-    pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
+    pool: RankPool,
+    ranks: int,
+    record_format: str,
+    protocol: str,
+    depth_codes: tuple[int, int],
+    recv_rows: int | None,
 ) -> None:
     """The fewest codes there can be: flags, marks and lines of the lap before have to be gone; all rows past the cache."""
-    for depth, code_max in ((2, 5), (3, 7), (2, 7)):
-        spec = GroupSpec(
-            6,
-            3,
-            14,
-            150,
-            record_format=record_format,
-            depth=depth,
-            recv_rows=recv_rows,
-            streaming=0,
-            code_max=code_max,
-            **PROTOCOLS[protocol],
-        )
-        steps = varied(ranks, spec, 40, code_max)
-        assert pool.run(ranks, bodies.back_to_back, spec, steps, 1.0, True) == [40] * ranks
+    depth, code_max = depth_codes
+    spec = GroupSpec(
+        6,
+        3,
+        14,
+        150,
+        record_format=record_format,
+        depth=depth,
+        recv_rows=recv_rows,
+        streaming=0,
+        code_max=code_max,
+        **PROTOCOLS[protocol],
+    )
+    steps = varied(ranks, spec, 40, code_max)
+    assert pool.run(ranks, bodies.back_to_back, spec, steps, 1.0, True) == [40] * ranks
 
 
 def wandering_order(rng: random.Random, count: int, depth: int, dropped: Sequence[int]) -> str:
@@ -486,30 +514,43 @@ def wandering_order(rng: random.Random, count: int, depth: int, dropped: Sequenc
     return " ".join(words)
 
 
-@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
-    ("ranks", "depth"), thinned([1, 2, 3, 4], [2, 3, 5], [(1, 2), (2, 5), (3, 3), (4, 2)])
+    ("recv_rows", "protocol", "ranks_depth", "record_format"),
+    crossed(
+        WAVES,
+        list(PROTOCOLS),
+        {
+            "1-2": (1, 2),
+            "2-5": (2, 5),
+            "3-3": (3, 3),
+            "4-2": (4, 2),
+            **{
+                f"{ranks}-{depth}": slow((ranks, depth))
+                for ranks, depth in ((1, 3), (1, 5), (2, 2), (2, 3), (3, 2), (3, 5), (4, 3), (4, 5))
+            },
+        },
+        FORMATS,
+    ),
 )
 def test_waits_in_any_order(
-    pool: RankPool, ranks: int, depth: int, protocol: str, recv_rows: int | None
+    pool: RankPool, ranks_depth: tuple[int, int], protocol: str, record_format: str, recv_rows: int | None
 ) -> None:
     """Ranks begin the same calls in the same order and wait for them when they like, each at another time."""
-    rng = random.Random(100 * depth + 10 * ranks + len(protocol))
-    for record_format in FORMATS:
-        spec = GroupSpec(
-            6, 3, 12, 50, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
-        )
-        steps = [replace(step, again=None) for step in varied(ranks, spec, 30, depth)]
-        dropped = rng.sample(range(30), 4)
-        order = wandering_order(rng, 30, depth, dropped)
-        pool.run(ranks, bodies.wandering, spec, order, steps, dropped)
+    ranks, depth = ranks_depth
+    rng = random.Random(100 * depth + 10 * ranks + len(protocol) + 1000 * FORMATS.index(record_format))
+    spec = GroupSpec(
+        6, 3, 12, 50, record_format=record_format, depth=depth, recv_rows=recv_rows, **PROTOCOLS[protocol]
+    )
+    steps = [replace(step, again=None) for step in varied(ranks, spec, 30, depth)]
+    dropped = rng.sample(range(30), 4)
+    order = wandering_order(rng, 30, depth, dropped)
+    pool.run(ranks, bodies.wandering, spec, order, steps, dropped)
 
 
-@pytest.mark.parametrize("recv_rows", [None, 6], ids=["one wave", "waves"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("ranks", [1, slow(2), 3])
+@pytest.mark.parametrize(
+    ("recv_rows", "protocol", "record_format", "ranks"),
+    crossed(WAVES, list(PROTOCOLS), FORMATS, [1, slow(2), 3]),
+)
 def test_quantized(
     pool: RankPool, ranks: int, record_format: str, protocol: str, recv_rows: int | None
 ) -> None:

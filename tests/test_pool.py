@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,15 @@ from rank_bodies import pool_bodies
 def small() -> Iterator[RankPool]:
     """A pool of two ranks of its own, so that breaking it doesn't cost the session's pool a restart."""
     ranks = RankPool(2)
+    yield ranks
+    problems = ranks.close()
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[RankPool]:
+    """Two ranks without a world, to be killed and started often."""
+    ranks = RankPool(2, world=False)
     yield ranks
     problems = ranks.close()
     assert not problems, "\n".join(problems)
@@ -76,29 +88,30 @@ def test_keyboard_interrupt_and_unpicklable_results_are_failures(small: RankPool
     assert len(small.run(2, pool_bodies.identify)) == 2
 
 
-def test_a_hang_is_found_and_the_pool_restarts(small: RankPool) -> None:
-    pids, starts = small.pids, small.starts
+def test_a_hang_is_found_and_the_pool_restarts(bare: RankPool) -> None:
+    bare.run(2, pool_bodies.draw)
+    pids, starts = bare.pids, bare.starts
     begin = time.monotonic()
     with pytest.raises(RankHung) as info:
-        small.run(2, pool_bodies.sleep_in_here, 1, timeout=1.0)
+        bare.run(2, pool_bodies.sleep_in_here, 1, timeout=1.0)
     assert time.monotonic() - begin < 30
     assert info.value.ranks == [1]
     assert "in sleep_in_here" in info.value.report, "the stacks of the ranks belong in the report"
     assert all(gone(pid) for pid in pids)
-    assert [r[0] for r in small.run(2, pool_bodies.identify)] == [0, 1]
-    assert small.starts == starts + 1
+    assert bare.run(2, pool_bodies.draw, seed=7) == [random.Random(7000 + rank).random() for rank in range(2)]
+    assert bare.starts == starts + 1
 
 
 def test_ranks_left_waiting_after_a_failure_are_reported(
-    small: RankPool, monkeypatch: pytest.MonkeyPatch
+    bare: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "GRACE", 0.5)
     with pytest.raises(RankFailed, match=r"(?s)deliberate failure.*ranks \[1\] did not come back") as info:
-        small.run(2, pool_bodies.raise_while_others_wait, 0)
+        bare.run(2, pool_bodies.raise_while_others_wait, 0)
     assert list(info.value.failures) == [0]
     assert "in raise_while_others_wait" in info.value.report
     monkeypatch.undo()
-    assert len(small.run(2, pool_bodies.identify)) == 2
+    assert len(bare.run(2, pool_bodies.draw)) == 2
 
 
 def test_a_dead_rank_is_found_and_the_pool_restarts(small: RankPool) -> None:
@@ -116,8 +129,8 @@ def test_a_dead_rank_is_found_and_the_pool_restarts(small: RankPool) -> None:
 
 def test_ranks_do_not_outlive_the_parent() -> None:
     code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from pool import RankPool; p = RankPool(2)\n"
-        "p.run(2, 'rank_bodies.pool_bodies:identify'); print(*p.pids, flush=True); time.sleep(1000)"
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from pool import RankPool; p = RankPool(2, world=False)\n"
+        "p.run(2, 'rank_bodies.pool_bodies:draw'); print(*p.pids, flush=True); time.sleep(1000)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
@@ -133,6 +146,80 @@ def test_ranks_do_not_outlive_the_parent() -> None:
     while not all(gone(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_run_imported_is_not_looked_at_after_each_later_one(bare: RankPool) -> None:
+    """The 300,000 objects of torch.compile took each rank 0.2 s of collection a run."""
+    bare.run(2, pool_bodies.import_much, 100_000)
+    assert max(bare.run(2, pool_bodies.collectable)) < 20_000
+
+
+class Enough(BaseException):
+    pass
+
+
+def test_an_interrupted_run_leaves_nothing_for_the_next_one(bare: RankPool) -> None:
+    bare.run(2, pool_bodies.draw)
+    pids = bare.pids
+
+    def raise_it(*_: object) -> None:
+        raise Enough
+
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(Enough):
+            bare.run(2, pool_bodies.sleep_in_here, 1)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert all(gone(pid) for pid in pids)
+    assert bare.run(2, pool_bodies.draw, seed=7) == [random.Random(7000 + rank).random() for rank in range(2)]
+
+
+STUCK_TESTS = """
+    import itertools, time
+    def test_in_python(): time.sleep(100)
+    def test_goes_on(): pass
+    def test_in_c(): sum(itertools.repeat(0))
+"""
+
+
+@pytest.mark.parametrize("which", ["one", "in C", "many"])
+def test_a_stuck_test_does_not_take_all_the_time(tmp_path: Path, which: str) -> None:
+    """This suite's conftest.py with limits of a second."""
+    (tmp_path / "short.py").write_text("import conftest\nconftest.LIMIT = conftest.MORE = 1.0\n")
+    script = textwrap.dedent(STUCK_TESTS)
+    if which == "many":
+        (tmp_path / "short.py").write_text("import conftest\nconftest.LIMIT, conftest.MOST_STUCK = 0.5, 2\n")
+        script += "for number in range(9): globals()[f'test_again_{number}'] = test_in_python\n"
+    (tmp_path / "test_stuck.py").write_text(script)
+    # tests/conftest.py as a plugin
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "conftest", "-p", "short"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "test_stuck.py"]
+        + {"one": ["-k", "python or on"], "in C": ["-k", "in_c"], "many": ["-k", "not in_c"]}[which],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{tmp_path}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if which == "in C":
+        assert (
+            done.returncode not in (0, 2)
+            and "Timeout (0:00:02)" in done.stderr
+            and "in test_in_c" in done.stderr
+        )
+        return
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "Stuck: test_stuck.py::test_in_python took more than" in done.stdout
+        and "time.sleep(100)" in done.stdout
+    )
+    assert ("1 failed, 1 passed" in done.stdout) == (which == "one"), done.stdout
+    assert ("2 tests got stuck" in done.stdout) == (which == "many"), done.stdout
 
 
 def test_wrong_use_is_named() -> None:

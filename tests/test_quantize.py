@@ -534,7 +534,7 @@ def test_gradients_are_refused_in_a_sentence_not_lost(quantize: str) -> None:
     x = torch.ones(2, 3, requires_grad=True)
     q, scales = moe_a2a.quantize_rows(x, quantize)
     assert scales.requires_grad
-    with pytest.raises(RuntimeError, match=r"moe_a2a\.quantize_rows: this version computes no gradients"):
+    with pytest.raises(RuntimeError, match=r"there is no gradient through quantize_rows"):
         moe_a2a.dequantize_rows(q, scales).sum().backward()
     with torch.no_grad():
         assert not moe_a2a.quantize_rows(x, quantize)[1].requires_grad
@@ -612,7 +612,7 @@ def test_portable_kernels_pass_the_same_tests() -> None:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (passed,) = re.findall(r"^(\d+) passed, \d+ deselected", done.stdout, re.MULTILINE)

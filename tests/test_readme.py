@@ -26,8 +26,8 @@ x = torch.randn(T, H, generator=generator).bfloat16()
 topk_idx = torch.randint(-1, E, (T, K), generator=generator)
 topk_weights = torch.rand(T, K, generator=generator)
 shared = torch.Generator().manual_seed(9)
-gate_up_all = (torch.randn(E, H, 2 * I, generator=shared) / 8).bfloat16()
-down_all = (torch.randn(E, I, H, generator=shared) / 8).bfloat16()
+gate_up_all = (torch.randn(E, 2 * I, H, generator=shared) / 8).bfloat16()
+down_all = (torch.randn(E, H, I, generator=shared) / 8).bfloat16()
 gate_up_proj, down_proj = gate_up_all[RANK * 3 : RANK * 3 + 3], down_all[RANK * 3 : RANK * 3 + 3]
 """
 
@@ -37,11 +37,12 @@ for t in range(T):
     for k in range(K):
         e = int(topk_idx[t, k])
         if e >= 0:
-            gate, value = (x[t].double() @ gate_up_all[e].double()).chunk(2, dim=-1)
-            y_row = (F.silu(gate) * value) @ down_all[e].double()
+            gate, value = (gate_up_all[e].double() @ x[t].double()).chunk(2, dim=-1)
+            y_row = down_all[e].double() @ (F.silu(gate) * value)
             want[t] += topk_weights[t, k].double() * y_row
-error = (out.double() - want).abs().max() / want.abs().max()
-assert out.shape == (T, H) and error < 0.03, error
+for what in (out, in_one_call):
+    error = (what.double() - want).abs().max() / want.abs().max()
+    assert what.shape == (T, H) and error < 0.03, error
 sys.stdout.write(f"README example ok on rank {RANK}\\n")  # in one piece: both ranks write to one pipe
 """
 
@@ -52,6 +53,8 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
     for page, small in SMALL.items():
         assert page in code, f"{page} is no longer in the README's example"
         code = code.replace(page, small)
+    assert "\nd = " in code
+    code = code.replace("\nd = ", "\nin_one_call = out\nd = ")
     script = tmp_path / "example.py"
     script.write_text(BEFORE + code + AFTER)
     done = subprocess.run(

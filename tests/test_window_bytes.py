@@ -17,38 +17,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lanes import crossed
 from pool import GROUP_SIZES, RankPool
 from rank_bodies import window_bytes
 from rank_bodies.inputs import GroupSpec, Step
 
+PROTOCOLS = ["pull", "push"]
+FORMATS = ["compact", "portable", "line"]
+WHERE = ["plain", "window"]
 
-@pytest.mark.parametrize("result", ["plain", "window"])
-@pytest.mark.parametrize("source", ["plain", "window"])
-@pytest.mark.parametrize("later", ["", "both"], ids=["at once", "async"])
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("ranks", GROUP_SIZES)
+
+@pytest.mark.parametrize(
+    ("result", "source", "later", "protocol", "record_format", "ranks"),
+    crossed(WHERE, WHERE, {"at once": "", "async": "both"}, PROTOCOLS, FORMATS, GROUP_SIZES, strength=3),
+)
 def test_copied_payload(
-    pool: RankPool, ranks: int, protocol: str, later: str, source: str, result: str
+    pool: RankPool, ranks: int, record_format: str, protocol: str, later: str, source: str, result: str
 ) -> None:
-    for record_format in ("compact", "portable", "line"):
-        spec = GroupSpec(8, 3, 24, 65, record_format=record_format, protocol=protocol)
-        for seed, (routing, y_dtype) in enumerate(
-            [("distinct", None), ("any", None), ("one", None), ("low half", "bfloat16"), ("round", None)]
-        ):
-            step = Step(
-                tuple((5 * rank + 3 * seed) % 25 for rank in range(ranks)),
-                3,
-                65,
-                y_dtype=y_dtype,
-                routing=routing,
-                drop=0.2,
-                source=source,
-                result=result,
-                later=later,
-                seed=seed,
-            )
-            for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
-                check_counts(n, step, protocol, f"rank {rank} of {ranks}, {record_format}, {step}: {n}")
+    spec = GroupSpec(8, 3, 24, 65, record_format=record_format, protocol=protocol)
+    for seed, (routing, y_dtype) in enumerate(
+        [("distinct", None), ("any", None), ("one", None), ("low half", "bfloat16"), ("round", None)]
+    ):
+        step = Step(
+            tuple((5 * rank + 3 * seed) % 25 for rank in range(ranks)),
+            3,
+            65,
+            y_dtype=y_dtype,
+            routing=routing,
+            drop=0.2,
+            source=source,
+            result=result,
+            later=later,
+            seed=seed,
+        )
+        for rank, n in enumerate(pool.run(ranks, window_bytes.count_copies, spec, step)):
+            check_counts(n, step, protocol, f"rank {rank} of {ranks}, {record_format}, {step}: {n}")
 
 
 def check_counts(n: dict[str, Any], step: Step, protocol: str, what: str) -> None:
@@ -79,7 +82,7 @@ def check_counts(n: dict[str, Any], step: Step, protocol: str, what: str) -> Non
     assert both["combine_out"] == n["tokens"] * n["out_row"], what
 
 
-@pytest.mark.parametrize("protocol", ["pull", "push"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_copied_payload_in_waves(pool: RankPool, ranks: int, protocol: str) -> None:
     """Waves write no row twice; in a pull combine the rows of a crowded owner are kept by whoever waits for them, once."""
@@ -97,10 +100,9 @@ def test_copied_payload_in_waves(pool: RankPool, ranks: int, protocol: str) -> N
         assert both["combine_out"] == n["tokens"] * n["out_row"], what
 
 
-@pytest.mark.parametrize("source", ["plain", "window"])
-@pytest.mark.parametrize("hidden", [16, 4096])
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("source", "hidden", "protocol", "ranks"), crossed(WHERE, [16, 4096], PROTOCOLS, [1, 2, 4])
+)
 def test_outputs_share_nothing_with_the_window(
     pool: RankPool, ranks: int, protocol: str, hidden: int, source: str
 ) -> None:
@@ -111,10 +113,10 @@ def test_outputs_share_nothing_with_the_window(
         assert len(set(pointers)) == len(pointers), "live tensors share memory"
 
 
-@pytest.mark.parametrize("record_format", ["compact", "portable", "line"])
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("recv_rows", [None, 5], ids=["one wave", "waves"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("record_format", "protocol", "recv_rows", "ranks"),
+    crossed(FORMATS, PROTOCOLS, {"one wave": None, "waves": 5}, [2, 4], strength=3),
+)
 def test_inputs_may_change_after_the_call(
     pool: RankPool, ranks: int, recv_rows: int | None, protocol: str, record_format: str
 ) -> None:
@@ -158,119 +160,119 @@ def test_a_fused_call_copies_each_row_once(
 FUSED_COUNTED = """
 import ctypes, sys
 import torch, torch.distributed as dist, moe_a2a
-rank, store, where, push = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "push"
+rank, store = int(sys.argv[1]), sys.argv[2]
 shim = ctypes.CDLL(None)
 shim.bytes_in_rows.restype = ctypes.c_size_t
 shim.watch_rows_of.argtypes = [ctypes.c_size_t]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 T, H, E, K = 24, 2503, 5, 3  # rows of 10012 bytes: nothing else is a multiple of that
-group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, dtype=torch.float32, timeout=30, warmup_timeout=30,
-    protocol="push" if push else "pull")
-generator = torch.Generator().manual_seed(rank)
-local = group.local_experts
-up, down = torch.randn(len(local), 3, H) / 50, torch.randn(len(local), H, 3)
-for turn in range(6):
-    x = torch.randn(T, H, generator=generator)
-    idx = torch.randint(-1, E, (T, K), generator=generator)
-    up.requires_grad_(turn >= 4)
-    dist.barrier()
-    before = group.stats()["copied_bytes"]
-    shim.watch_rows_of(4 * H)
-    if turn < 2:
-        out = moe_a2a.moe_apply(lambda rows, e: rows.mul_(2.0), x, idx, None, group)
-    else:
-        out = moe_a2a.moe(x, idx, None, up, down, group, gated=False)
-    seen = shim.bytes_in_rows()
-    shim.watch_rows_of(0)
-    after = group.stats()["copied_bytes"]
-    counted = {name: after[name] - before[name] for name in after}
-    own = ((idx >= local.start) & (idx < local.stop)).sum().item()
-    leave = (idx >= 0).sum().item() - own
-    matrix = group.stats()["send_count_matrix"]
-    N = matrix[:, local.start : local.stop].sum().item()
-    kept = N if turn >= 4 else 0
-    give = N - own if push else 0
-    assert seen == 4 * H * (own + leave + kept + give), (turn, seen, 4 * H, own, leave, kept, give, counted)
-    assert counted == {
-        "dispatch_in": 0, "dispatch_push": 4 * H * leave, "dispatch_out": 4 * H * (own + kept),
-        "combine_in": 0, "combine_push": 4 * H * give, "combine_out": 4 * H * T,
-    }, counted
-print("counted")
+for protocol in ("pull", "push"):
+    group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, dtype=torch.float32, timeout=30,
+        warmup_timeout=30, protocol=protocol)
+    push = protocol == "push"
+    generator = torch.Generator().manual_seed(rank)
+    local = group.local_experts
+    up, down = torch.randn(len(local), 3, H) / 50, torch.randn(len(local), H, 3)
+    for turn in range(6):
+        x = torch.randn(T, H, generator=generator)
+        idx = torch.randint(-1, E, (T, K), generator=generator)
+        up.requires_grad_(turn >= 4)
+        dist.barrier()
+        before = group.stats()["copied_bytes"]
+        shim.watch_rows_of(4 * H)
+        if turn < 2:
+            out = moe_a2a.moe_apply(lambda rows, e: rows.mul_(2.0), x, idx, None, group)
+        else:
+            out = moe_a2a.moe(x, idx, None, up, down, group, gated=False)
+        seen = shim.bytes_in_rows()
+        shim.watch_rows_of(0)
+        after = group.stats()["copied_bytes"]
+        counted = {name: after[name] - before[name] for name in after}
+        own = ((idx >= local.start) & (idx < local.stop)).sum().item()
+        leave = (idx >= 0).sum().item() - own
+        matrix = group.stats()["send_count_matrix"]
+        N = matrix[:, local.start : local.stop].sum().item()
+        kept = N if turn >= 4 else 0
+        give = N - own if push else 0
+        assert seen == 4 * H * (own + leave + kept + give), (turn, seen, 4 * H, own, leave, kept, give, counted)
+        assert counted == {
+            "dispatch_in": 0, "dispatch_push": 4 * H * leave, "dispatch_out": 4 * H * (own + kept),
+            "combine_in": 0, "combine_push": 4 * H * give, "combine_out": 4 * H * T,
+        }, counted
+    print("counted", protocol, flush=True)
 """
 
 
 COUNTED = """
 import ctypes, sys
 import torch, torch.distributed as dist, moe_a2a
-rank, store, window, push = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "window", sys.argv[4] == "push"
+rank, store = int(sys.argv[1]), sys.argv[2]
 shim = ctypes.CDLL(None)
 shim.bytes_in_rows.restype = ctypes.c_size_t
 shim.watch_rows_of.argtypes = [ctypes.c_size_t]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 T, H, E, K = 24, 2503, 5, 3  # rows of 5006 bytes: nothing else is a multiple of that
-group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, timeout=30, warmup_timeout=30,
-    protocol="push" if push else "pull")
 generator = torch.Generator().manual_seed(rank)
-for _ in range(3):
-    rows = torch.randn(T, H, generator=generator).bfloat16()
-    idx = torch.randint(-1, E, (T, K), generator=generator)
-    x = group.empty(T, H) if window else torch.empty(T, H, dtype=torch.bfloat16)
-    x.copy_(rows)
-    before = group.stats()["copied_bytes"]
-    shim.watch_rows_of(2 * H)
-    d = moe_a2a.dispatch(x, idx, group)
-    seen_in_dispatch = shim.bytes_in_rows()
-    shim.watch_rows_of(0)
-    y = d.empty_like_rows() if window else torch.empty_like(d.x)
-    y.copy_(d.x)
-    shim.watch_rows_of(2 * H)
-    out = moe_a2a.combine(y, d.handle)
-    seen_in_combine = shim.bytes_in_rows()
-    shim.watch_rows_of(0)
-    after = group.stats()["copied_bytes"]
-    counted = {name: after[name] - before[name] for name in after}
-    mine = group.local_experts
-    away = (idx >= 0) & ((idx < mine.start) | (idx >= mine.stop))
-    travels, leave = away.any(1).sum().item(), away.sum().item()
-    own = d.handle.send_count_matrix[rank, mine.start : mine.stop].sum().item()
-    N = len(d.x)
-    begin = leave if push else 0 if window else travels
-    give = N - own if push or not window else 0
-    into = ("push", "in") if push else ("in", "push")
-    assert counted["dispatch_" + into[0]] == 2 * H * begin and counted["dispatch_" + into[1]] == 0, counted
-    assert counted["combine_" + into[0]] == 2 * H * give and counted["combine_" + into[1]] == 0, counted
-    assert counted["dispatch_out"] == 2 * H * N, counted
-    assert seen_in_dispatch == 2 * H * (N + begin), (seen_in_dispatch, counted, N, travels, leave)
-    assert seen_in_combine == 2 * H * give, (seen_in_combine, counted, N, own)
-    assert counted["combine_out"] == 2 * H * T
-print("counted")
+for protocol in ("pull", "push"):
+    group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, timeout=30, warmup_timeout=30,
+        protocol=protocol)
+    push = protocol == "push"
+    for turn in range(6):
+        window = turn % 2 == 1
+        rows = torch.randn(T, H, generator=generator).bfloat16()
+        idx = torch.randint(-1, E, (T, K), generator=generator)
+        x = group.empty(T, H) if window else torch.empty(T, H, dtype=torch.bfloat16)
+        x.copy_(rows)
+        before = group.stats()["copied_bytes"]
+        shim.watch_rows_of(2 * H)
+        d = moe_a2a.dispatch(x, idx, group)
+        seen_in_dispatch = shim.bytes_in_rows()
+        shim.watch_rows_of(0)
+        y = d.empty_like_rows() if window else torch.empty_like(d.x)
+        y.copy_(d.x)
+        shim.watch_rows_of(2 * H)
+        out = moe_a2a.combine(y, d.handle)
+        seen_in_combine = shim.bytes_in_rows()
+        shim.watch_rows_of(0)
+        after = group.stats()["copied_bytes"]
+        counted = {name: after[name] - before[name] for name in after}
+        mine = group.local_experts
+        away = (idx >= 0) & ((idx < mine.start) | (idx >= mine.stop))
+        travels, leave = away.any(1).sum().item(), away.sum().item()
+        own = d.handle.send_count_matrix[rank, mine.start : mine.stop].sum().item()
+        N = len(d.x)
+        begin = leave if push else 0 if window else travels
+        give = N - own if push or not window else 0
+        into = ("push", "in") if push else ("in", "push")
+        assert counted["dispatch_" + into[0]] == 2 * H * begin and counted["dispatch_" + into[1]] == 0, counted
+        assert counted["combine_" + into[0]] == 2 * H * give and counted["combine_" + into[1]] == 0, counted
+        assert counted["dispatch_out"] == 2 * H * N, counted
+        assert seen_in_dispatch == 2 * H * (N + begin), (seen_in_dispatch, counted, N, travels, leave)
+        assert seen_in_combine == 2 * H * give, (seen_in_combine, counted, N, own)
+        assert counted["combine_out"] == 2 * H * T
+    print("counted", protocol, flush=True)
 """
 
 
-@pytest.mark.parametrize("protocol", ["pull", "push"])
-@pytest.mark.parametrize("where", ["ordinary", "window", "fused"])
-def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str, protocol: str) -> None:
-    """What the product counts is what went through memcpy, and that is the design's number."""
+@pytest.mark.parametrize("program", [COUNTED, FUSED_COUNTED], ids=["parts", "fused"])
+def test_copied_payload_as_seen_from_outside(tmp_path: Path, program: str) -> None:
+    """What the product counts is what went through memcpy, and that is the design's number: ordinary rows and rows in a window
+    in turns, fused calls with and without gradients; pulled and pushed.
+    """
     shim = tmp_path / "memcpy_count.so"
     source = Path(__file__).with_name("memcpy_count.c")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler is not None, "the package was built with a compiler; where is it?"
     subprocess.run(
-        [compiler, "-O2", "-fno-builtin", "-shared", "-fPIC", "-o", str(shim), str(source)], check=True
+        [compiler, "-O2", "-fno-builtin", "-shared", "-fPIC", "-o", str(shim), str(source)],
+        check=True,
+        timeout=120,
     )
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                FUSED_COUNTED if where == "fused" else COUNTED,
-                str(rank),
-                str(tmp_path / "store"),
-                where,
-                protocol,
-            ],
+            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
             env={**os.environ, "LD_PRELOAD": str(shim)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -281,7 +283,7 @@ def test_copied_payload_as_seen_from_outside(tmp_path: Path, where: str, protoco
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=90)
-            assert rank.returncode == 0 and out == "counted\n", err[-2000:]
+            assert rank.returncode == 0 and out == "counted pull\ncounted push\n", err[-2000:]
     finally:
         for rank in ranks:
             rank.kill()

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import pytest
+from lanes import crossed
 from pool import RankPool
 from rank_bodies import wrap
 
 FORMATS = ["compact", "portable", "line"]
 
 
-@pytest.mark.parametrize("record_format", FORMATS)
-@pytest.mark.parametrize("protocol", ["pull", "push"])
+# (ranks, V, first, depth): the least V; multiples of NS, where a slot's codes come back in every lap; of NREC; and one that
+# wraps late.
+LAPS = [(2, 5, 1, 2), (2, 6, 1, 2), (2, 8, 1, 2), (3, 9, 2, 3), (4, 255, 250, 2)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "code_max", "first", "depth"),
-    # The least V; multiples of NS, where a slot's codes come back in every lap; of NREC; and one that wraps late.
-    [(2, 5, 1, 2), (2, 6, 1, 2), (2, 8, 1, 2), (3, 9, 2, 3), (4, 255, 250, 2)],
+    ("record_format", "protocol", "lap"),
+    crossed(FORMATS, ["pull", "push"], {"-".join(map(str, lap)): lap for lap in LAPS}),
 )
 def test_across_the_wrap(
-    pool: RankPool, record_format: str, protocol: str, ranks: int, code_max: int, first: int, depth: int
+    pool: RankPool, record_format: str, protocol: str, lap: tuple[int, int, int, int]
 ) -> None:
+    ranks, code_max, first, depth = lap
     pool.run(ranks, wrap.across_the_wrap, record_format, protocol, code_max, first, depth, 60)
 
 

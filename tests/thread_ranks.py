@@ -64,7 +64,8 @@ def build(flags: list[str], cxx: str | None = None, sources: list[Path] | None =
     folder.mkdir(parents=True, exist_ok=True)
 
     def run(*arguments: str | Path) -> None:
-        done = subprocess.run([*cxx.split(), *map(str, arguments)], capture_output=True, text=True)
+        command = [*cxx.split(), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         if done.returncode != 0:
             raise RuntimeError(f"{cxx} {' '.join(map(str, arguments))}\n{done.stderr}")
 
@@ -162,7 +163,7 @@ class Harness:
     environment: dict[str, str] = field(default_factory=dict)
     under: str | None = None
 
-    def run(self, setup: Setup, limit: float = 300) -> Outcome:
+    def run(self, setup: Setup, limit: float = 120) -> Outcome:
         environment = {key: value for key, value in os.environ.items() if key != "MOE_A2A_CPU"}
         command = [*([self.under] if self.under else []), str(self.program), *setup.arguments()]
         start = time.monotonic()

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -766,6 +767,63 @@ std::tuple<Tensor, Tensor> activation_backward_raw(Tensor hidden, Tensor grad, i
   });
 }
 
+// Backward of all experts: grads, rows and back [N, H], weights [N] or none, hidden [N, W] or [0, W] -> the gradients of the weights
+// [N] and of the parameters, empty where `needs` (up, down, up_bias, down_bias) says so; the rows' go to `back`.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> experts_backward_raw(Tensor grads, std::optional<Tensor> weights, Tensor rows,
+                                                                        Tensor hidden, Tensor offsets, Tensor up, Tensor down,
+                                                                        std::optional<Tensor> up_bias,
+                                                                        std::optional<Tensor> down_bias, int64_t spec, double limit,
+                                                                        double alpha, Tensor back, int64_t needs) {
+  return guarded([&] {
+    const ExpertParameters parameters = expert_parameters(up, down, up_bias, down_bias, spec, limit, alpha);
+    const Dtype dtype = dtype_of(rows), parameter = dtype_of(up);
+    const int64_t local = up.size(0), count = rows.size(0), H = rows.size(1);
+    bool wrong_type = false;
+    std::string bad = Experts::check(parameters, local, H, dtype, -1, &wrong_type);
+    if (bad.empty() && (!grads.is_contiguous() || !rows.is_contiguous() || !hidden.is_contiguous() || grads.size(0) != count ||
+                        back.size(0) != count || (count > 0 && back.stride(1) != 1) || dtype_of(grads) != dtype ||
+                        dtype_of(back) != dtype || offsets.size(0) != local + 1))
+      bad = say("%s (backward): tensors that don't go together", MOE);
+    if (!bad.empty()) throw Failure(wrong_type ? FailureKind::BAD_TYPE : FailureKind::BAD_VALUE, bad);
+    Experts experts(parameters, H, dtype);
+    const Dtype wide = experts.compute_dtype() == Dtype::F64 ? Dtype::F64 : Dtype::F32;
+    Tensor values = new_output({count}, scalar_type(wide), itemsize(wide));
+    const auto gradient = [&](const std::optional<Tensor>& of, int bit) {
+      const bool need = (needs >> bit & 1) != 0 && of.has_value();
+      if (!need) return new_output({0}, scalar_type(parameter), itemsize(parameter));
+      if (of->dim() == 2) return new_output({of->size(0), of->size(1)}, scalar_type(parameter), itemsize(parameter));
+      return new_output({of->size(0), of->size(1), of->size(2)}, scalar_type(parameter), itemsize(parameter));
+    };
+    Tensor grad_of[4] = {gradient(up, 0), gradient(down, 1), gradient(up_bias, 2), gradient(down_bias, 3)};
+    const auto part = [&](int which, int64_t e) -> char* {
+      if (grad_of[which].numel() == 0) return nullptr;
+      return static_cast<char*>(grad_of[which].mutable_data_ptr()) + e * (grad_of[which].numel() / local) * itemsize(parameter);
+    };
+    const auto* at = static_cast<const int32_t*>(offsets.const_data_ptr());
+    const int64_t row_bytes = H * itemsize(dtype), back_stride = back.stride(0) * itemsize(dtype);
+    const int64_t kept_bytes = experts.width() * itemsize(experts.compute_dtype());
+    const Dtype weight_dtype = weights.has_value() ? dtype_of(*weights) : Dtype::NONE;
+    for (int64_t e = 0; e < local; ++e) {
+      const int64_t begin = at[e], n = at[e + 1] - begin;
+      if (n == 0) {
+        for (int which = 0; which < 4; ++which)
+          if (char* to = part(which, e))
+            std::memset(to, 0, static_cast<size_t>(grad_of[which].numel() / local * itemsize(parameter)));
+        continue;
+      }
+      experts.backward(
+          e, n,
+          {static_cast<const char*>(grads.const_data_ptr()) + begin * row_bytes,
+           weights.has_value() ? static_cast<const char*>(weights->const_data_ptr()) + begin * itemsize(weight_dtype) : nullptr,
+           weight_dtype, static_cast<const char*>(rows.const_data_ptr()) + begin * row_bytes,
+           hidden.size(0) > 0 ? static_cast<const char*>(hidden.const_data_ptr()) + begin * kept_bytes : nullptr,
+           static_cast<char*>(back.mutable_data_ptr()) + begin * back_stride, back_stride,
+           static_cast<char*>(values.mutable_data_ptr()) + begin * itemsize(wide), part(0, e), part(1, e), part(2, e), part(3, e)});
+    }
+    return std::make_tuple(values, grad_of[0], grad_of[1], grad_of[2], grad_of[3]);
+  });
+}
+
 // The experts alone, on rows that a dispatch returned: rows [N, H] in the order of offsets [E_local + 1] -> (y, first products).
 std::tuple<Tensor, Tensor> experts_raw(Tensor rows, Tensor offsets, Tensor up, Tensor down, std::optional<Tensor> up_bias,
                                        std::optional<Tensor> down_bias, int64_t spec, double limit, double alpha, bool keep) {
@@ -824,6 +882,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_a2a, CPU, m) {
   m.impl("moe_next_raw", TORCH_BOX(&moe_a2a::moe_next_raw));
   m.impl("moe_finish_raw", TORCH_BOX(&moe_a2a::moe_finish_raw));
   m.impl("activation_backward_raw", TORCH_BOX(&moe_a2a::activation_backward_raw));
+  m.impl("experts_backward_raw", TORCH_BOX(&moe_a2a::experts_backward_raw));
   m.impl("experts_raw", TORCH_BOX(&moe_a2a::experts_raw));
   m.impl("combine_begin_raw", TORCH_BOX(&moe_a2a::combine_begin_raw));
   m.impl("combine_wait_raw", TORCH_BOX(&moe_a2a::combine_wait_raw));

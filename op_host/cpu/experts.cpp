@@ -129,14 +129,14 @@ char* Experts::buffer(int index, int64_t count, int64_t width) {
 }
 
 // [H, W] or [I, H]: what rows are multiplied with, in the type of the products.
-Tensor Experts::product_weight(int64_t expert, bool up) {
+Tensor Experts::product_weight(int64_t expert, bool up, bool flipped) {
   const Tensor& all = up ? p_.up : p_.down;
   const Dtype dtype = dtype_of(all);
   const int64_t rows = all.size(1), columns = all.size(2);
   const char* data = static_cast<const char*>(all.const_data_ptr()) + expert * all.stride(0) * itemsize(dtype);
   int64_t row_stride = all.stride(1), column_stride = all.stride(2);
   if (dtype != compute_) {
-    char* wide = buffer(3, rows, columns);
+    char* wide = buffer(WIDE, rows, columns);
     for (int64_t row = 0; row < rows; ++row) {
       const char* from = data + row * row_stride * itemsize(dtype);
       char* to = wide + row * columns * itemsize(compute_);
@@ -152,8 +152,22 @@ Tensor Experts::product_weight(int64_t expert, bool up) {
     row_stride = columns;
     column_stride = 1;
   }
-  return p_.transposed ? view_of(data, compute_, rows, columns, row_stride, column_stride)
-                       : view_of(data, compute_, columns, rows, column_stride, row_stride);
+  return p_.transposed != flipped ? view_of(data, compute_, rows, columns, row_stride, column_stride)
+                                  : view_of(data, compute_, columns, rows, column_stride, row_stride);
+}
+
+const char* Experts::bias_of(const std::optional<Tensor>& bias, int64_t expert, int64_t* step) {
+  if (!bias.has_value()) return nullptr;
+  const Dtype dtype = dtype_of(*bias);
+  const char* data = static_cast<const char*>(bias->const_data_ptr()) + expert * bias->stride(0) * itemsize(dtype);
+  *step = bias->stride(1);
+  if (dtype == compute_) return data;
+  char* wide = buffer(BIAS, 1, bias->size(1));
+  for (int64_t i = 0; i < bias->size(1); ++i)
+    kernels_.convert[static_cast<int>(compute_)][static_cast<int>(dtype)](wide + i * itemsize(compute_),
+                                                                          data + i * *step * itemsize(dtype), 1);
+  *step = 1;
+  return wide;
 }
 
 void Experts::compute(int64_t expert, char* rows, int64_t stride, int64_t count, char* kept) {
@@ -163,37 +177,103 @@ void Experts::compute(int64_t expert, char* rows, int64_t stride, int64_t count,
   const bool in_place = rows_ == compute_ && stride % item == 0;
   char* x = rows;
   if (!in_place) {
-    x = buffer(2, count, hidden_);
+    x = buffer(ROWS, count, hidden_);
     for (int64_t row = 0; row < count; ++row)
       kernels_.convert[to][from](x + row * hidden_ * itemsize(compute_), rows + row * stride, hidden_);
   }
-  const auto bias_of = [&](const std::optional<Tensor>& bias, int64_t* step) -> const char* {
-    if (!bias.has_value()) return nullptr;
-    const Dtype dtype = dtype_of(*bias);
-    const char* data = static_cast<const char*>(bias->const_data_ptr()) + expert * bias->stride(0) * itemsize(dtype);
-    *step = bias->stride(1);
-    if (dtype == compute_) return data;
-    char* wide = buffer(4, 1, bias->size(1));
-    for (int64_t i = 0; i < bias->size(1); ++i)
-      kernels_.convert[to][static_cast<int>(dtype)](wide + i * itemsize(compute_), data + i * *step * itemsize(dtype), 1);
-    *step = 1;
-    return wide;
-  };
   int64_t step = 1;
-  char* first = kept != nullptr ? kept : buffer(0, count, width_);
+  char* first = kept != nullptr ? kept : buffer(FIRST, count, width_);
   multiply(view_of(first, compute_, count, width_, width_, 1), view_of(x, compute_, count, hidden_, in_place ? elements : hidden_, 1),
            product_weight(expert, true));
-  const char* bias = bias_of(p_.up_bias, &step);
+  const char* bias = bias_of(p_.up_bias, expert, &step);
   if (bias != nullptr) kernels_.add_bias[to](first, count, width_, width_, bias, step);
-  char* second = buffer(1, count, inner_);
+  char* second = buffer(SECOND, count, inner_);
   kernels_.activate[to](p_.spec, first, count, inner_, second);
   multiply(view_of(x, compute_, count, hidden_, in_place ? elements : hidden_, 1), view_of(second, compute_, count, inner_, inner_, 1),
            product_weight(expert, false));
-  if ((bias = bias_of(p_.down_bias, &step)) != nullptr)
+  if ((bias = bias_of(p_.down_bias, expert, &step)) != nullptr)
     kernels_.add_bias[to](x, count, hidden_, in_place ? elements : hidden_, bias, step);
   if (!in_place)
     for (int64_t row = 0; row < count; ++row)
       kernels_.convert[from][to](rows + row * stride, x + row * hidden_ * itemsize(compute_), hidden_);
+}
+
+const char* Experts::as_compute(Buffer index, const char* rows, Dtype dtype, int64_t count, int64_t width) {
+  if (dtype == compute_) return rows;
+  char* to = buffer(index, count, width);
+  kernels_.convert[static_cast<int>(compute_)][static_cast<int>(dtype)](to, rows, count * width);
+  return to;
+}
+
+void Experts::outer(const char* a, int64_t a_width, const char* b, int64_t b_width, int64_t count, bool flipped, char* out) {
+  if (flipped) {
+    std::swap(a, b);
+    std::swap(a_width, b_width);
+  }
+  const Dtype dtype = dtype_of(p_.up);
+  char* to = dtype == compute_ ? out : buffer(PARAMETER, a_width, b_width);
+  multiply(view_of(to, compute_, a_width, b_width, b_width, 1), view_of(a, compute_, a_width, count, 1, a_width),
+           view_of(b, compute_, count, b_width, b_width, 1));
+  if (to != out) kernels_.convert[static_cast<int>(dtype)][static_cast<int>(compute_)](out, to, a_width * b_width);
+}
+
+void Experts::backward(int64_t expert, int64_t count, const Backward& b) {
+  const int c = static_cast<int>(compute_);
+  const Dtype wide = compute_ == Dtype::F64 ? Dtype::F64 : Dtype::F32, parameter = dtype_of(p_.up);
+  const int64_t item = itemsize(compute_);
+  const auto rows_of = [&](const char* data, int64_t width) { return view_of(data, compute_, count, width, width, 1); };
+  int64_t step = 1;
+  const char* x = as_compute(ROWS, b.rows, rows_, count, hidden_);
+  const char* g = as_compute(GRADS, b.grads, rows_, count, hidden_);
+  const char* h = b.hidden;
+  if (h == nullptr) {
+    char* made = buffer(FIRST, count, width_);
+    multiply(rows_of(made, width_), rows_of(x, hidden_), product_weight(expert, true));
+    if (const char* bias = bias_of(p_.up_bias, expert, &step)) kernels_.add_bias[c](made, count, width_, width_, bias, step);
+    h = made;
+  }
+  char* d = buffer(INNER, count, inner_);
+  multiply(rows_of(d, inner_), rows_of(g, hidden_), product_weight(expert, false, true));
+  const char *weighted = d, *weighted_g = g;
+  if (b.weights != nullptr) {
+    char* factors = buffer(FACTORS, count, 2);  // of the accumulator's type, whatever the products' is
+    kernels_.convert[static_cast<int>(wide)][static_cast<int>(b.weight_dtype)](factors, b.weights, count);
+    char* to = buffer(WEIGHTED, count, inner_);
+    kernels_.scale_rows[c](to, d, factors, count, inner_);
+    weighted = to;
+    if (b.down != nullptr || b.down_bias != nullptr) {
+      char* scaled = buffer(SCALED, count, hidden_);
+      kernels_.scale_rows[c](scaled, g, factors, count, hidden_);
+      weighted_g = scaled;
+    }
+  }
+  char *a = buffer(SECOND, count, inner_), *back_h = buffer(HIDDEN_GRAD, count, width_);
+  kernels_.activate_backward[c](p_.spec, h, weighted, count, inner_, a, back_h);
+  if (b.values != nullptr) {
+    std::memset(b.values, 0, static_cast<size_t>(count * itemsize(wide)));
+    kernels_.row_dots[c](b.values, d, a, inner_, count, inner_);
+    if (const char* bias = bias_of(p_.down_bias, expert, &step)) {
+      std::vector<char> packed(static_cast<size_t>(hidden_ * item));
+      for (int64_t i = 0; i < hidden_; ++i) std::memcpy(packed.data() + i * item, bias + i * step * item, static_cast<size_t>(item));
+      kernels_.row_dots[c](b.values, g, packed.data(), 0, count, hidden_);
+    }
+  }
+  if (b.down != nullptr) outer(weighted_g, hidden_, a, inner_, count, p_.transposed, b.down);
+  if (b.up != nullptr) outer(back_h, width_, x, hidden_, count, p_.transposed, b.up);
+  const auto sums = [&](const char* rows, int64_t width, char* out) {
+    char* to = parameter == compute_ ? out : buffer(PARAMETER, 1, width);
+    kernels_.column_sums[c](to, rows, count, width);
+    if (to != out) kernels_.convert[static_cast<int>(parameter)][c](out, to, width);
+  };
+  if (b.down_bias != nullptr) sums(weighted_g, hidden_, b.down_bias);
+  if (b.up_bias != nullptr) sums(back_h, width_, b.up_bias);
+  const bool in_place = rows_ == compute_ && b.back_stride % item == 0;
+  char* back = in_place ? b.back : buffer(ROWS, count, hidden_);  // x isn't needed any more
+  multiply(view_of(back, compute_, count, hidden_, in_place ? b.back_stride / item : hidden_, 1), rows_of(back_h, width_),
+           product_weight(expert, true, true));
+  if (!in_place)
+    for (int64_t row = 0; row < count; ++row)
+      kernels_.convert[static_cast<int>(rows_)][c](b.back + row * b.back_stride, back + row * hidden_ * item, hidden_);
 }
 
 }  // namespace moe_a2a

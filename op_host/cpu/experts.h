@@ -57,9 +57,33 @@ class Experts {
   // its bias goes, for backward.
   void compute(int64_t expert, char* rows, int64_t stride, int64_t count, char* kept);
 
+  // What an expert's backward reads and writes. Rows are packed [count, H] in the rows' type, unless said otherwise; what isn't
+  // wanted is null.
+  struct Backward {
+    const char* grads;     // of the results
+    const char* weights;   // [count] of the rows, of type `weight_dtype`; null: 1
+    Dtype weight_dtype;
+    const char* rows;
+    const char* hidden;    // what compute() kept; null: it is made again
+    char* back;            // gradient of the rows, back_stride bytes apart
+    int64_t back_stride;
+    char* values;          // [count] gradient of the weights, in the accumulator's type
+    char *up, *down, *up_bias, *down_bias;  // of this expert's parameters, in their type and layout, packed
+  };
+  // With g the gradient of the results, w the weights and a the activation's result: d = g @ down^T gives the weights' gradient
+  // <d, a> + <g, down_bias> without the results themselves, and w d goes on backward.
+  void backward(int64_t expert, int64_t count, const Backward& b);
+
  private:
+  enum Buffer { FIRST, SECOND, ROWS, WIDE, BIAS, GRADS, SCALED, INNER, WEIGHTED, HIDDEN_GRAD, FACTORS, PARAMETER, BUFFERS };
   char* buffer(int index, int64_t count, int64_t width);
-  Tensor product_weight(int64_t expert, bool up);
+  // Rows [count, width] in the products' type.
+  const char* as_compute(Buffer index, const char* rows, Dtype dtype, int64_t count, int64_t width);
+  // [in, out] of the product; flipped [out, in].
+  Tensor product_weight(int64_t expert, bool up, bool flipped = false);
+  const char* bias_of(const std::optional<Tensor>& bias, int64_t expert, int64_t* step);
+  // a^T @ b [a_width, b_width], or flipped, to a parameter's gradient.
+  void outer(const char* a, int64_t a_width, const char* b, int64_t b_width, int64_t count, bool flipped, char* out);
 
   ExpertParameters p_;
   const int64_t hidden_;
@@ -67,7 +91,7 @@ class Experts {
   int64_t width_, inner_;
   Dtype compute_;
   const RowKernels& kernels_;
-  Block buffers_[5];
+  Block buffers_[BUFFERS];
 };
 
 // Are products of this type slower here than in float with the conversions that takes? Measured once in a process, with a wide

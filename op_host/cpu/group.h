@@ -218,7 +218,7 @@ class Group {
   const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
   const std::vector<int32_t>& matrix() const { return matrix_; }
   const std::vector<int64_t>& expert_rows() const { return expert_rows_; }
-  // Local experts in the order in which the last fused call computed them.
+  // Local experts in the order in which the fused call that went on last has computed them so far.
   const std::vector<int32_t>& expert_order() const { return expert_order_; }
 
  private:
@@ -258,6 +258,7 @@ class Group {
     int64_t waves = 1;                 // of its pushed rows
     int32_t gradients = 0;             // what some rank wants
     std::vector<int32_t> waiting;      // fused: local experts with rows that next_expert hasn't returned
+    std::vector<int32_t> order;        // and those it has
     // combine
     int64_t y_hidden = 0;
     Dtype y_dtype = Dtype::NONE;

@@ -68,7 +68,12 @@ std::string Group::differs(const CallHeader& mine, const CallHeader& theirs, int
     return says("the generation of the windows", number(mine.generation), number(theirs.generation));
   if (theirs.epoch != mine.epoch)
     return says("the call number", std::to_string(mine.epoch), std::to_string(theirs.epoch));
-  if (theirs.kind != mine.kind) return says("the kind of call", number(mine.kind), number(theirs.kind));
+  if (theirs.kind != mine.kind) {
+    const auto name = [&](int32_t kind) -> std::string {
+      return kind == kind::COUNTS ? "a dispatch of rows" : kind == kind::ROUND ? "a round of backward" : number(kind);
+    };
+    return says("the kind of call", name(mine.kind), name(theirs.kind));
+  }
   if (theirs.tag != mine.tag) return says("tag (which layer is calling)", number(mine.tag), number(theirs.tag));
   if (theirs.hidden != mine.hidden) return says("x's hidden size H", number(mine.hidden), number(theirs.hidden));
   if (theirs.dtype != mine.dtype) return says("x's dtype", type(mine.dtype), type(theirs.dtype));
@@ -718,8 +723,7 @@ Group::ExpertRows Group::begin_experts(const DispatchPlan& plan, char* spill, in
   call.waiting.clear();
   for (int64_t e = 0; e < local_end_ - local_begin_; ++e)
     if (call.local_counts[static_cast<size_t>(e)] > 0) call.waiting.push_back(static_cast<int32_t>(e));
-  expert_order_.clear();
-  expert_order_.reserve(call.waiting.size());
+  call.order.clear();
   if (fits(plan.epoch)) {
     // The peers' first: they may be waiting for them.
     const bool streaming = leaving_rows(call) * call.wire.push_bytes >= tiling_.streaming_bytes;
@@ -775,7 +779,8 @@ int64_t Group::next_expert(uint64_t epoch) {
   at_point("expert");
   const int32_t expert = call.waiting[found];
   call.waiting.erase(call.waiting.begin() + static_cast<std::ptrdiff_t>(found));
-  expert_order_.push_back(expert);
+  call.order.push_back(expert);
+  expert_order_ = call.order;  // of one call, also when two are under way
   return expert;
 }
 

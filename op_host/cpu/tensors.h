@@ -83,11 +83,12 @@ inline Tensor wrap(void* data, int64_t dims, const int64_t* sizes, const int64_t
 }
 
 inline Tensor new_output(std::initializer_list<int64_t> sizes, ScalarType type, int64_t bytes_per_item) {
-  int64_t strides[2] = {1, 1};
+  int64_t strides[3] = {1, 1, 1};
   int64_t bytes = bytes_per_item;
   for (int64_t size : sizes)
     if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::bad_alloc();
-  if (sizes.size() == 2) strides[0] = std::max<int64_t>(*(sizes.begin() + 1), 1);
+  for (auto i = static_cast<int64_t>(sizes.size()) - 2; i >= 0; --i)
+    strides[i] = strides[i + 1] * std::max<int64_t>(*(sizes.begin() + i + 1), 1);
   if (torch_from_blob == nullptr)
     return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
   void* block = pool_take(static_cast<size_t>(bytes));

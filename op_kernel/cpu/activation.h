@@ -45,6 +45,14 @@ using ActivateBackward = void (*)(const ActivationSpec& spec, const void* in, co
 // out[i] = the element as another type: rows for products in a wider type than the rows have.
 using Convert = void (*)(void* out, const void* in, int64_t count);
 
+// For backward, in the accumulator's type (float, double for F64), packed rows.
+// out[r][i] = in[r][i] * by[r].
+using ScaleRows = void (*)(void* out, const void* in, const void* by, int64_t rows, int64_t width);
+// out[r] += sum over i of a[r][i] * b[r * b_stride + i]; b_stride 0: the same row for all.
+using RowDots = void (*)(void* out, const void* a, const void* b, int64_t b_stride, int64_t rows, int64_t width);
+// out[i] = sum over r, in order, of in[r][i], rounded once.
+using ColumnSums = void (*)(void* out, const void* in, int64_t rows, int64_t width);
+
 // rows[r][i] += bias[i]; strides in elements.
 using AddBias = void (*)(void* rows, int64_t count, int64_t width, int64_t stride, const void* bias, int64_t bias_stride);
 

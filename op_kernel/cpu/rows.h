@@ -30,6 +30,9 @@ struct RowKernels {
   Activate activate[5];         // by Dtype
   ActivateBackward activate_backward[5];
   AddBias add_bias[5];
+  ScaleRows scale_rows[5];
+  RowDots row_dots[5];
+  ColumnSums column_sums[5];
   Convert convert[5][5];        // to, from
 };
 

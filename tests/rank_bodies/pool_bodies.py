@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 import time
-from typing import Any
+import types
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from pool import RankContext
+
+if TYPE_CHECKING:
+    import torch
 
 
 def identify(ctx: RankContext, scale: int = 1) -> tuple[int, int, int, int]:
     """Return (rank, world size, sum of ranks over the process group, process id)."""
+    import torch
+    import torch.distributed as dist
+
     total = torch.tensor([ctx.rank * scale])
     dist.all_reduce(total, group=ctx.process_group)
     return ctx.rank, ctx.world_size, int(total), os.getpid()
@@ -27,6 +34,8 @@ def draw(ctx: RankContext) -> float:
 
 def tensor_back(ctx: RankContext) -> torch.Tensor:
     """Return a tensor, which must travel by value."""
+    import torch
+
     return torch.full((3,), float(ctx.rank))
 
 
@@ -66,3 +75,15 @@ def interrupted(ctx: RankContext) -> None:
     if ctx.rank == 0:
         signal.raise_signal(signal.SIGINT)
         time.sleep(5)
+
+
+def import_much(ctx: RankContext, count: int) -> None:
+    """Import a module of many objects."""
+    module = types.ModuleType("ballast")
+    module.__dict__["kept"] = [[] for _ in range(count)]
+    sys.modules["ballast"] = module
+
+
+def collectable(ctx: RankContext) -> int:
+    """How many objects a collection has to look at."""
+    return len(gc.get_objects())

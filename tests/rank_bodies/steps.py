@@ -150,7 +150,7 @@ def combine_step(step: Step, y_NH: Tensor, d: Any, mine: Inputs) -> Tensor:
     return end_combine(step, begin_combine(step, y_NH, d, mine))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def pads_of(step: Step, experts: int) -> tuple[int | None, ...]:
     """pad_to of each rank."""
     if step.pad is None:
@@ -172,9 +172,9 @@ class Expected:
     out_TH: Tensor
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def expected(step: Step, experts: int, rank: int) -> Expected:
-    """The oracle on the inputs of all ranks; kept, because both record formats run the same steps."""
+    """The oracle on the inputs of all ranks; kept, because a test runs the same steps in several kinds of groups."""
     inputs = all_inputs(step, experts)
     xs, idxs = [i.x_TH for i in inputs], [i.idx_TK for i in inputs]
     weights = [i.weights_TK for i in inputs if i.weights_TK is not None] or None
