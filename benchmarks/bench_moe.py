@@ -183,6 +183,7 @@ def measure(
     layers: list[Layer],
     seconds: float,
     traces: dict[str, np.ndarray],
+    fault: str,
 ) -> None:
     """One rank; rank 0 writes what all of them took."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
@@ -213,6 +214,8 @@ def measure(
             first = run(fused, group, inputs)
             for name, contender in contenders.items():
                 for got, expected in zip(run(contender, group, inputs), first, strict=True):
+                    if name == fault:
+                        got = got * 1.5
                     within = 2e-5 if layer.dtype == "float32" else 0.05
                     scale = max(float(expected.abs().max()), 1e-30)
                     error = float((got - expected).abs().max()) / scale
@@ -277,16 +280,31 @@ def show(found: dict[str, Any], ranks: int) -> None:
     Console(width=150).print(table)
 
 
+def layer_of(text: str) -> Layer:
+    parts = text.split(",")
+    if len(parts) not in (5, 6) or not all(map(str.isdigit, parts[:5])) or not set(parts[5:]) <= set(DTYPES):
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a layer: expected T,H,I,E,K or T,H,I,E,K,dtype")
+    tokens, hidden, inner, experts, top_k = map(int, parts[:5])
+    return Layer(tokens, hidden, inner, experts, top_k, *parts[5:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="of sampling for each size and mode")
-    parser.add_argument("--short", action="store_true")
+    parser.add_argument(
+        "--short", action="store_true", help="two small layers; fails if fused is slower by a fifth"
+    )
+    parser.add_argument("--layers", nargs="+", type=layer_of, metavar="T,H,I,E,K[,dtype]")
+    parser.add_argument(
+        "--inject-fault", default="", help=argparse.SUPPRESS
+    )  # this contender's results are wrong
     parser.add_argument(
         "--trace", type=Path, nargs="*", default=[], help=".npz files with topk ids [..., tokens, K]"
     )
     parser.add_argument("--json", type=Path, default=HERE / "results" / "moe.json")
     arguments = parser.parse_args()
     layers, seconds = (SHORT, 1.5) if arguments.short else (list(LAYERS), arguments.seconds)
+    layers = arguments.layers or layers
     traces = {}
     for path in arguments.trace:
         with np.load(path) as arrays:
@@ -298,7 +316,7 @@ def main() -> None:
         scratch = Path(folder)
         for ranks in (2, 1):
             StartLine.create(scratch / f"start{ranks}", ranks)
-            spawn(measure, (ranks, scratch, layers, seconds, traces), ranks)
+            spawn(measure, (ranks, scratch, layers, seconds, traces, arguments.inject_fault), ranks)
             results[ranks] = json.loads((scratch / f"found{ranks}.json").read_text())
             show(results[ranks], ranks)
     if arguments.short:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -212,3 +213,30 @@ def test_bad_size_is_named(size: str, capsys: pytest.CaptureFixture[str]) -> Non
         bench_dispatch_combine.parse_arguments(["--sizes", size])
     assert stopped.value.code == 2
     assert repr(size) in capsys.readouterr().err
+
+
+def run_layer_benchmark(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "bench_moe.py"), "--json", str(out), "--seconds", "0.1"]
+    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+
+
+def test_the_layer_benchmark(tmp_path: Path) -> None:
+    """Every contender is timed, on two ranks and on one, and in both modes; a routing trace is used."""
+    trace = tmp_path / "some.npz"
+    np.savez(trace, I=np.random.default_rng(1).integers(0, 6, (2, 3, 64, 2), dtype=np.uint8))
+    done = run_layer_benchmark(tmp_path / "moe.json", "--layers", "3,16,8,6,2", "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "moe.json").read_text())["results"]
+    for ranks, names in (("2", {"fused", "unfused", "gloo"}), ("1", {"fused", "unfused", "plain"})):
+        assert [layer.split(", ")[-1] for layer in results[ranks]] == ["uniform", "some"]
+        for row in results[ranks].values():
+            assert set(row) == {"forward", "training"}
+            for contenders in row.values():
+                assert set(contenders) == names
+                assert all(0 < c["min_us"] <= c["median_us"] and c["calls"] >= 4 for c in contenders.values())
+
+
+def test_a_wrong_layer_fails_the_benchmark(tmp_path: Path) -> None:
+    done = run_layer_benchmark(tmp_path / "moe.json", "--layers", "3,16,8,6,2", "--inject-fault", "unfused")
+    assert done.returncode != 0 and "unfused, forward" in done.stderr and "differs by" in done.stderr
+    assert not (tmp_path / "moe.json").exists()
