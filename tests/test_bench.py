@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_dispatch_combine  # noqa: E402
+import bench_moe  # noqa: E402
 import bench_rank  # noqa: E402
 from bench_plan import Size  # noqa: E402
+
+import moe_a2a  # noqa: E402
 
 OWN = ("ours", "ours-window")
 SPREAD_FIELDS = {"median", "min", "p99", "max"}
@@ -220,6 +224,7 @@ def run_layer_benchmark(out: Path, *options: str) -> subprocess.CompletedProcess
     return subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_the_layer_benchmark(tmp_path: Path) -> None:
     """Every contender is timed, on two ranks and on one, and in both modes; a routing trace is used."""
     trace = tmp_path / "some.npz"
@@ -236,7 +241,30 @@ def test_the_layer_benchmark(tmp_path: Path) -> None:
                 assert all(0 < c["min_us"] <= c["median_us"] and c["calls"] >= 4 for c in contenders.values())
 
 
+@pytest.mark.slow
 def test_a_wrong_layer_fails_the_benchmark(tmp_path: Path) -> None:
     done = run_layer_benchmark(tmp_path / "moe.json", "--layers", "3,16,8,6,2", "--inject-fault", "unfused")
     assert done.returncode != 0 and "unfused, forward" in done.stderr and "differs by" in done.stderr
     assert not (tmp_path / "moe.json").exists()
+
+
+@pytest.mark.parametrize("routing", ["uniform", "some"])
+def test_the_layers_agree(routing: str) -> None:
+    """The contenders of one rank compute the same layer, forward and backward, from the inputs that are timed."""
+    layer = bench_moe.layer_of("5,16,8,6,2,float32")._replace(routing=routing)
+    trace = np.random.default_rng(1).integers(0, 6, (2, 3, 64, 2), dtype=np.uint8)
+    with moe_a2a.EPGroup(num_experts=6, top_k=2, max_tokens=5, hidden_size=16, dtype=torch.float32) as group:
+        inputs = bench_moe.make_inputs(layer, 0, 6, {"some": trace})
+        if routing == "some":
+            assert torch.equal(inputs.idx, torch.from_numpy(trace.reshape(-1, 2)[:5].astype(np.int64)))
+        (expected,) = bench_moe.infer(bench_moe.fused, group, inputs)
+        for value in (inputs.x, inputs.weights, inputs.up, inputs.down):
+            value.requires_grad_()
+        for contender in bench_moe.ALONE.values():
+            (out,) = bench_moe.infer(contender, group, inputs)
+            torch.testing.assert_close(out, expected)
+            want = bench_moe.train(bench_moe.fused, group, inputs)
+            for got, grad in zip(bench_moe.train(contender, group, inputs), want, strict=True):
+                torch.testing.assert_close(got, grad)
+    with pytest.raises(argparse.ArgumentTypeError, match="float8"):
+        bench_moe.layer_of("5,16,8,6,2,float8")
