@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from . import _ops, errors
@@ -78,17 +77,40 @@ class _Attach(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         needs = ctx.needs_input_grad[3 : 3 + ctx.inputs]
         try:
-            found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
+            with torch.no_grad():
+                found = ctx.backward_of(ctx.saved_tensors, needs, *grads)
         except RuntimeError as error:
             native.raise_kernel_failure(error)
             raise
         gradients = [grad if need else None for grad, need in zip(found, needs, strict=False)]
+        if torch.is_grad_enabled():  # create_graph
+            _refuse_second([grad for grad in gradients if grad is not None])
         gradients += [None] * (ctx.inputs - len(gradients))
         return None, None, None, *gradients, *([None] * ctx.rest)
+
+
+class _NoSecond(torch.autograd.Function):
+    """Gradients whose own gradients nobody can compute: whoever asks for them hears it, instead of losing them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> Any:
+        ctx.mark_dirty(*grads)
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"{BACKWARD}: there are no second derivatives (create_graph) of dispatch, combine and moe; detach the gradients, "
+            "or keep what they are differentiated for away from these calls"
+        )
+
+
+def _refuse_second(grads: list[Tensor]) -> None:
+    if grads:
+        _NoSecond.apply(torch.empty(0, requires_grad=True, device="cpu"), *grads)
 
 
 def attach(
@@ -108,12 +130,14 @@ def attach(
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     made = (backward, len(inputs) + 1, len(saved), *inputs, anchor, *saved)
     if torch._C._len_torch_dispatch_stack() == 0:
-        _Attach.apply(*made, *outputs)
+        # An asynchronous call may be waited for under no_grad; that it has gradients was decided when it began.
+        with torch.enable_grad():
+            _Attach.apply(*made, *outputs)
         return outputs
     # Some mode looks on. Selective checkpointing keeps the operators' own tensors to hand them out again: they must get no
     # graph, and look as if nobody had written to them.
     outputs = [tensor.detach() for tensor in outputs]
-    with _unsafe_preserve_version_counter(tuple(outputs)):
+    with _unsafe_preserve_version_counter(tuple(outputs)), torch.enable_grad():
         _Attach.apply(*made, *outputs)
     return outputs
 

@@ -445,6 +445,8 @@ def dispatch(
         PeerTimeout, PeerLost: a peer didn't come, ended or left; the group is poisoned.
         GroupPoisoned, GroupClosed: no further calls.
     """
+    if async_op and torch.compiler.is_compiling():
+        raise RuntimeError(_NO_ASYNC_TRACE)
     try:
         tag_id = 0 if tag is None else _tag_id(tag)
         pad = -1 if pad_to is None else _number("pad_to", pad_to, 0, 2**31 - 1)
@@ -459,8 +461,6 @@ def dispatch(
             )
         full = (x, topk_idx, topk_weights, again, group.name, tag_id, pad, align, quant)
         if torch.compiler.is_compiling():
-            if async_op:
-                raise RuntimeError(_NO_ASYNC_TRACE)
             ledger, anchor = held(not quant)
             rows, counts, offsets, weights, scales, meta = _dispatch_full(*full, gradients, ledger, anchor)
             hold(meta)
@@ -559,10 +559,10 @@ def combine(
         raise errors.BadType(
             f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
         ) from None
+    if async_op and torch.compiler.is_compiling():
+        raise RuntimeError(_NO_ASYNC_TRACE)
     try:
         if torch.compiler.is_compiling():
-            if async_op:
-                raise RuntimeError(_NO_ASYNC_TRACE)
             ledger, anchor = held()
             summed: Tensor = _combine(
                 y, handle.meta, topk_weights, handle.num_tokens, group.name, ledger, anchor

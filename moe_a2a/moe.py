@@ -174,8 +174,9 @@ class PendingMoe(_Pending[Tensor]):
 
     def _finish(self) -> Tensor:
         assert self._call is not None and self._begun is not None
-        (rows, meta), call, self._begun, self._call = self._begun, self._call, None, None
-        out = call.finish(rows, meta)
+        # Let go of only when it is over: a wait that was refused can be repeated.
+        out = self._call.finish(*self._begun)
+        self._begun = self._call = None
         return out if self._beside is None else out + self._beside
 
 
@@ -276,17 +277,20 @@ def moe(
         shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
         recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
         async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and
-            combines. x may be written again; up to ``depth`` calls can be under way.
+            combines. x may be written again; up to ``depth`` calls can be under way, and
+            a backward that runs meanwhile counts as three for each ``moe`` in it.
         tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch``.
 
     Returns:
-        [T, H] in x's dtype; or :class:`PendingMoe`.
+        [T, H] in x's dtype (autocast's, under autocast); or :class:`PendingMoe`.
 
     Raises:
         What :func:`dispatch` and :func:`combine` raise. BadType, BadValue also for parameters that don't go together; before
         anything was sent, except with ``async_op`` or ``shared``, where the peers raise PeerAborted when this rank's rows are
         due.
     """
+    if async_op and torch.compiler.is_compiling():
+        raise RuntimeError(_NO_ASYNC_TRACE)
     begun: tuple[Tensor, Tensor] | None = None
     try:
         if activation not in ACTIVATIONS:
@@ -304,11 +308,10 @@ def moe(
         limit = 7.0 if limit is None else constant(_real("limit", limit))
         spec = (code, limit, 1.702 if alpha is None else constant(_real("alpha", alpha)))
         if torch.compiler.is_compiling():
-            if async_op:
-                raise RuntimeError(_NO_ASYNC_TRACE)
-            # What is kept has as many rows as come, which a graph had better not hold.
-            gradients |= int(Gradient.RECOMPUTE) if gradients else 0
             ledger, anchor = held()
+            # What is kept has as many rows as come, which a graph had better not hold. An anchored call has a backward, also
+            # where nobody wants any.
+            gradients |= int(Gradient.RECOMPUTE) if gradients or anchor is not None else 0
             results = _moe(
                 x,
                 topk_idx,
@@ -327,7 +330,8 @@ def moe(
             return out if shared is None else out + shared(x)
         if gradients and recompute:
             gradients |= int(Gradient.RECOMPUTE)
-        keep = torch.is_grad_enabled() and not recompute
+        # A rank that wants nothing keeps rows for those who do; whether x is sent again is for them to say.
+        keep = torch.is_grad_enabled() and not (recompute and gradients)
         call = _Call(x, topk_weights, parameters, spec, group, tag_id, gradients, keep)
         if (shared is not None or async_op) and _fuses(group):
             begun = _begin_raw(x, topk_idx, topk_weights, group.name, tag_id, gradients)
@@ -384,7 +388,7 @@ def moe_apply(
             it may
             write to them, and mustn't keep them. With gradients it is called for experts without rows, too, so that their
             parameters get zeros.
-        x, topk_idx, topk_weights, group, shared, tag: as in :func:`moe`.
+        x, topk_idx, topk_weights, group, shared, tag: as in :func:`moe`. If a rank owns no experts, H' and the dtype are x's.
         parameters: what ``experts`` computes with. Needed only where x and topk_weights have no gradients and ``experts`` has
         some
             on some ranks: gradients are collective, and so all ranks hear that there will be some.
@@ -395,6 +399,11 @@ def moe_apply(
     Raises:
         What :func:`dispatch` and :func:`combine` raise, and what ``experts`` raises: the peers then raise PeerAborted.
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "moe_a2a.moe_apply: can't be traced: which rows an expert gets is known when they come. Inside torch.compile use "
+            "moe, or dispatch and combine"
+        )
     parts: list[Tensor] = []
     try:
         gradients = int(wanted(x, topk_weights, tuple(parameters)))
@@ -427,12 +436,20 @@ def moe_apply(
             if recorded:
                 with torch.no_grad():
                     parts[expert].copy_(arrived)
-            results[expert] = experts(parts[expert] if recorded else arrived, expert)
+            else:
+                results[expert] = _placed(_checked(experts(arrived, expert), arrived, expert, group), arrived)
         if recorded:
+            # In their order, not that of arrival: checkpointing finds what a recomputed forward saves by its place among all.
             for expert in range(local):
-                if expert not in results:
-                    results[expert] = experts(parts[expert], expert)
-        y = _joined(results, rows, offsets, recorded)
+                results[expert] = _checked(experts(parts[expert], expert), parts[expert], expert, group)
+        elif local and not results:
+            # No rows, so no results; but the sum of what others return takes their form.
+            results[0] = _checked(experts(rows[:0], 0), rows[:0], 0, group)
+        y = (
+            torch.cat([results[expert] for expert in sorted(results)])
+            if recorded and results
+            else _joined(results, rows)
+        )
     except BaseException as error:  # also one of this package: it may be another group's
         refuse_rows(group, meta, error, "moe_a2a.moe_apply: experts")
         raise
@@ -448,20 +465,31 @@ def _next_expert(group: EPGroup, meta: Tensor) -> int:
         native.raise_failure(error, f"moe_a2a.moe_apply: {error}")
 
 
-def _joined(results: dict[int, Tensor], rows: Tensor, offsets: Sequence[int], recorded: bool) -> Tensor:
-    """The results in the experts' order; in the window, where the rows were, if they are as wide."""
+def _checked(y: Any, rows: Tensor, expert: int, group: EPGroup) -> Tensor:
+    """What ``experts`` returned, if it can be that."""
+    if isinstance(y, Tensor) and y.dim() == 2 and y.shape[0] == rows.shape[0]:
+        return y
+    found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    raise errors.BadValue(
+        f"moe_a2a.moe_apply: experts returned {found} for the {rows.shape[0]} rows of local expert {expert} on rank "
+        f"{group.rank}; expected a tensor [{rows.shape[0]}, H']"
+    )
+
+
+def _placed(y: Tensor, place: Tensor) -> Tensor:
+    """An expert's results where its rows were, if they are as wide; at once: the next call may reuse their memory."""
+    if y.dtype != place.dtype or y.shape != place.shape:
+        return y.clone()
+    if y.data_ptr() != place.data_ptr() or y.stride() != place.stride():
+        place.copy_(y)
+    return place
+
+
+def _joined(results: dict[int, Tensor], rows: Tensor) -> Tensor:
+    """The results in the experts' order: ``rows`` itself, if they stand there."""
     ordered = [results[expert] for expert in sorted(results)]
-    if not ordered:
-        return rows
-    if recorded:
-        return torch.cat(ordered)
-    if all(y.dtype == rows.dtype and y.shape[1:] == rows.shape[1:] for y in ordered):
-        for expert, y in results.items():
-            place = rows[offsets[expert] : offsets[expert + 1]]
-            if y.data_ptr() != place.data_ptr() or y.stride() != place.stride():
-                place.copy_(y)
-        return rows
-    return torch.cat(ordered)
+    inside = all(y.dtype == rows.dtype and y.shape[1] == rows.shape[1] for y in ordered)
+    return rows if inside else torch.cat(ordered)
 
 
 def _attach_parts(x: Tensor, parts: list[Tensor], meta: Tensor, group: EPGroup, tag: int) -> Tensor:
@@ -541,9 +569,9 @@ def _moe_backward(
         again, _, _ = send_again(grad_out if x is None else x, None, handle, owner, tag)
         rows = rows if kept else again
     grads_NH, weights_N, opened = send_again(grad_out, topk_weights, handle, owner, tag)
-    back_NH = _place_for(grads_NH, opened, owner)
     need_weights, *others = needs
     try:
+        back_NH = _place_for(grads_NH, opened, owner)
         values_N, *grads = _experts_backward_raw(
             grads_NH,
             None if topk_weights is None else weights_N,

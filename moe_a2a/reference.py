@@ -699,9 +699,10 @@ def _labels(counts_AB: Tensor) -> Tensor:
     return column.repeat_interleave(rearrange(counts_AB, "a b -> (a b)").long())
 
 
-def _digest(counts_RE: Tensor) -> int:
-    """A signed 64-bit number that stands for a send-count matrix; not 0."""
-    words = hashlib.blake2b(counts_RE.int().contiguous().numpy().tobytes(), digest_size=8).digest()
+def _digest(counts_RE: Tensor, epoch: int) -> int:
+    """A signed 64-bit number that stands for the send-count matrix of call ``epoch``; not 0."""
+    matrix = counts_RE.int().contiguous().numpy().tobytes()
+    words = hashlib.blake2b(matrix + epoch.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(words, "little", signed=True) or 1
 
 
@@ -1177,7 +1178,7 @@ class CollectiveExchange:
         counts_E, _ = send_counts_reference(topk_idx, limits.num_experts)
         if not torch.equal(counts_E.int(), handle.counts_RE[self.rank]):
             raise changed
-        return topk_idx, _digest(handle.counts_RE)
+        return topk_idx, _digest(handle.counts_RE, handle.epoch)
 
     def _check_sizes(self, headers: dict[int, _Header], counts_RE: Tensor, align: int) -> None:
         """Every rank gets as many rows as it asked for, and no more than int32 can number. All ranks decide alike.

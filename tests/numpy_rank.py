@@ -237,10 +237,10 @@ def cut(text: str, limit: int) -> bytes:
     return text.encode()[:limit].decode(errors="ignore").encode()
 
 
-def digest(counts_RE: Array) -> int:
-    """What ROUTING carries of a matrix; never 0."""
+def digest(counts_RE: Array, n: int) -> int:
+    """What ROUTING carries of call n's matrix; never 0."""
     s = 0x9E3779B97F4A7C15
-    for value in counts_RE.reshape(-1):
+    for value in [*counts_RE.reshape(-1).tolist(), n % 2**32, n >> 32]:
         s = (s ^ int(value)) * 0xFF51AFD7ED558CCD % 2**64
         s ^= s >> 32
     return s or 1
@@ -769,7 +769,7 @@ class NumpyRank:
             **both("TAG", tag),
             **({} if push or fused else {**both("X", x_offset), "X_STRIDE": stride}),
             "FLAG_ROWS": flag_rows if push else 0,
-            **both("ROUTING", 0 if routing is None else digest(routing.counts_RE)),
+            **both("ROUTING", 0 if routing is None else digest(routing.counts_RE, routing.n)),
             "ASYNC": int(later),
             "GRADIENTS": gradients,
         }
@@ -978,7 +978,7 @@ class NumpyRank:
             **both("PAD", -1),
             "ALIGN": routing.align,
             **both("TAG", tag),
-            **both("ROUTING", digest(routing.counts_RE)),
+            **both("ROUTING", digest(routing.counts_RE, routing.n)),
         }
         del record["GENERATION"], record["EPOCH_LO"], record["EPOCH_HI"], record["READ_LO"], record["READ_HI"]
         self._send_record(record, b"")

@@ -705,7 +705,9 @@ uint64_t open_epoch(const Group& group, const Tensor& handle) {
     throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that begin returned", MOE, group.rank()));
   const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
   group.check_handle(words, handle.size(0), MOE);
-  return static_cast<uint64_t>(words[handle_word::EPOCH]);
+  const auto epoch = static_cast<uint64_t>(words[handle_word::EPOCH]);
+  group.check_fused(epoch);
+  return epoch;
 }
 
 int64_t moe_next_raw(Tensor handle, std::string group_name) {
@@ -725,8 +727,10 @@ std::tuple<Tensor, Tensor, Tensor> moe_finish_raw(Tensor rows, Tensor handle, st
     const uint64_t epoch = open_epoch(*group, handle);
     const ExpertParameters parameters = expert_parameters(up, down, up_bias, down_bias, spec, limit, alpha);
     const Dtype dtype = group->row_type(epoch).dtype;
-    if (dtype_of(rows) != dtype || rows.dim() != 2 ||
-        rows.size(0) != static_cast<const int64_t*>(handle.const_data_ptr())[handle_word::OUT_ROWS])
+    const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
+    const bool theirs = dtype_of(rows) == dtype && rows.dim() == 2 && rows.size(0) == words[handle_word::OUT_ROWS] &&
+                        rows.size(1) == group->call_hidden(epoch) && (group->fits(epoch) || rows.is_contiguous());
+    if (!theirs)
       throw Failure(FailureKind::BAD_VALUE, say("%s: rows on rank %ld must be the tensor that begin returned", MOE, group->rank()));
     FusedCall fused{epoch, dtype, rows.size(0), rows.size(1), std::nullopt, handle};
     if (!group->fits(epoch)) fused.spill = rows;
@@ -780,12 +784,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> experts_backward_raw(Tensor g
     const int64_t local = up.size(0), count = rows.size(0), H = rows.size(1);
     bool wrong_type = false;
     std::string bad = Experts::check(parameters, local, H, dtype, -1, &wrong_type);
-    if (bad.empty() && (!grads.is_contiguous() || !rows.is_contiguous() || !hidden.is_contiguous() || grads.size(0) != count ||
-                        back.size(0) != count || (count > 0 && back.stride(1) != 1) || dtype_of(grads) != dtype ||
-                        dtype_of(back) != dtype || offsets.size(0) != local + 1))
-      bad = say("%s (backward): tensors that don't go together", MOE);
     if (!bad.empty()) throw Failure(wrong_type ? FailureKind::BAD_TYPE : FailureKind::BAD_VALUE, bad);
     Experts experts(parameters, H, dtype);
+    // These come out of handles and of what was kept, which are tensors that somebody may have written to.
+    const auto is_rows = [&](const Tensor& tensor) {
+      return tensor.dim() == 2 && tensor.size(0) == count && tensor.size(1) == H && dtype_of(tensor) == dtype;
+    };
+    bool together = grads.is_contiguous() && rows.is_contiguous() && is_rows(grads) && is_rows(back) &&
+                    (count == 0 || H == 1 || back.stride(1) == 1) && offsets.scalar_type() == ScalarType::Int && offsets.dim() == 1 &&
+                    offsets.is_contiguous() && offsets.size(0) == local + 1;
+    if (together && weights.has_value())
+      together = weights->dim() == 1 && weights->size(0) == count && weights->is_contiguous() && dtype_of(*weights) != Dtype::NONE;
+    if (together && hidden.size(0) > 0)
+      together = hidden.dim() == 2 && hidden.is_contiguous() && hidden.size(0) == count && hidden.size(1) == experts.width() &&
+                 dtype_of(hidden) == experts.compute_dtype();
+    for (int64_t e = 0; together && e < local; ++e) {
+      const auto* at = static_cast<const int32_t*>(offsets.const_data_ptr());
+      together = at[e] >= 0 && at[e] <= at[e + 1] && at[e + 1] <= count;
+    }
+    if (!together)
+      throw Failure(FailureKind::BAD_VALUE, say("%s: what is kept for backward doesn't go together; a handle, or MOE_A2A_GEMM, was "
+                                                "changed after the call",
+                                                BACKWARD));
     const Dtype wide = experts.compute_dtype() == Dtype::F64 ? Dtype::F64 : Dtype::F32;
     Tensor values = new_output({count}, scalar_type(wide), itemsize(wide));
     const auto gradient = [&](const std::optional<Tensor>& of, int bit) {

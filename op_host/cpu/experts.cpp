@@ -53,13 +53,15 @@ double seconds_for(Dtype dtype, int64_t rows, int64_t size) {
 
 bool widen_products(Dtype dtype) {
   if (dtype != Dtype::BF16 && dtype != Dtype::F16) return false;
-  if (const char* wish = std::getenv("MOE_A2A_GEMM")) {
-    if (std::strcmp(wish, "narrow") == 0) return false;
-    if (std::strcmp(wish, "wide") == 0) return true;
-  }
   static std::once_flag once[5];
   static bool wide[5];
   std::call_once(once[static_cast<int>(dtype)], [&] {
+    // Read once, like the measurement: forward and backward must agree.
+    const char* wish = std::getenv("MOE_A2A_GEMM");
+    if (wish != nullptr && (std::strcmp(wish, "narrow") == 0 || std::strcmp(wish, "wide") == 0)) {
+      wide[static_cast<int>(dtype)] = std::strcmp(wish, "wide") == 0;
+      return;
+    }
     constexpr int64_t rows = 128, size = 512;
     // A CPU without such products takes several times as long, one that has them half as long: nothing lies near 2.
     wide[static_cast<int>(dtype)] = seconds_for(dtype, rows, size) > 2 * seconds_for(Dtype::F32, rows, size);

@@ -144,10 +144,13 @@ class Group {
   };
   // Do the rows of a met call fit the window?
   bool fits(uint64_t epoch) const;
+  int64_t call_hidden(uint64_t epoch) const { return state(epoch).hidden; }
   int32_t gradients(uint64_t epoch) const { return state(epoch).gradients; }
   ExpertRows begin_experts(const DispatchPlan& plan, char* spill, int64_t* handle);
   // The same again for a call that has begun.
   ExpertRows expert_rows(uint64_t epoch, char* spill) const;
+  // Throws BadValue unless call `epoch` is a fused one.
+  void check_fused(uint64_t epoch) const;
   // A local expert with rows, all of which are there and which wasn't returned before; -1 when there is none left. Waits while
   // none is ready.
   int64_t next_expert(uint64_t epoch);
@@ -219,7 +222,10 @@ class Group {
   const std::vector<int32_t>& matrix() const { return matrix_; }
   const std::vector<int64_t>& expert_rows() const { return expert_rows_; }
   // Local experts in the order in which the fused call that went on last has computed them so far.
-  const std::vector<int32_t>& expert_order() const { return expert_order_; }
+  std::vector<int32_t> expert_order() const {
+    std::lock_guard guard(stage_mutex_);
+    return expert_order_;
+  }
 
  private:
   // One call, from its send to the end of its combine. It lives in slot n mod NS; what is decided from it must not hang on a
@@ -368,7 +374,7 @@ class Group {
   std::string poison_text_;
   std::vector<CallState> calls_;
   std::vector<bool> seen_;  // peers that have come at least once
-  std::mutex stage_mutex_;  // guards stages_ and the letting go of windows_
+  mutable std::mutex stage_mutex_;  // guards stages_, expert_order_ and the letting go of windows_
   struct WindowTensor {
     bool held = false;
     uint64_t used_in = 0;

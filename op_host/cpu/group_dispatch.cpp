@@ -312,6 +312,8 @@ uint64_t Group::send_dispatch(const DispatchInput& input) {
   call.epoch = epoch;
   call.stage = Stage::FAILED;  // until its record is out
   call.failure.clear();
+  call.waiting.clear();
+  call.order.clear();
   call.operation = input.operation;
   call.combining = input.operation == DISPATCH ? COMBINE : input.operation;
   call.header = new_header(epoch, input.round ? kind::ROUND : kind::COUNTS);
@@ -398,7 +400,9 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
   header.align = static_cast<int32_t>(input.align);
   header.gradients = input.gradients;
   if (input.round) header.align = static_cast<int32_t>(input.routing[handle_word::ALIGN]);
-  if (input.routing != nullptr) header.routing = digest(call.matrix.data(), static_cast<int64_t>(call.matrix.size()));
+  if (input.routing != nullptr)
+    header.routing = routing_digest(call.matrix.data(), static_cast<int64_t>(call.matrix.size()),
+                                    static_cast<uint64_t>(input.routing[handle_word::EPOCH]));
 
   int64_t leaves = 0;
   for (int64_t e = 0; e < experts; ++e)
@@ -710,6 +714,12 @@ uint64_t Group::open_round(const DispatchInput& input, int64_t y_rows) {
 
 // -------------------------------------------------------------------------------------------------------- fused calls
 
+void Group::check_fused(uint64_t epoch) const {
+  if (state(epoch).header.mode != static_cast<int32_t>(Mode::FUSED))
+    throw Failure(FailureKind::BAD_VALUE, say("%s: the handle of call %lu on rank %ld is a dispatch's, whose rows are with the caller",
+                                              MOE, epoch, rank_));
+}
+
 bool Group::fits(uint64_t epoch) const { return state(epoch).waves == 1; }
 
 Group::ExpertRows Group::expert_rows(uint64_t epoch, char* spill) const {
@@ -720,10 +730,8 @@ Group::ExpertRows Group::expert_rows(uint64_t epoch, char* spill) const {
 
 Group::ExpertRows Group::begin_experts(const DispatchPlan& plan, char* spill, int64_t* handle) {
   CallState& call = state(plan.epoch);
-  call.waiting.clear();
   for (int64_t e = 0; e < local_end_ - local_begin_; ++e)
     if (call.local_counts[static_cast<size_t>(e)] > 0) call.waiting.push_back(static_cast<int32_t>(e));
-  call.order.clear();
   if (fits(plan.epoch)) {
     // The peers' first: they may be waiting for them.
     const bool streaming = leaving_rows(call) * call.wire.push_bytes >= tiling_.streaming_bytes;
@@ -780,7 +788,11 @@ int64_t Group::next_expert(uint64_t epoch) {
   const int32_t expert = call.waiting[found];
   call.waiting.erase(call.waiting.begin() + static_cast<std::ptrdiff_t>(found));
   call.order.push_back(expert);
-  expert_order_ = call.order;  // of one call, also when two are under way
+  {
+    // Whole lists only, and under the lock that their readers in other threads take.
+    std::lock_guard guard(stage_mutex_);
+    expert_order_ = call.order;
+  }
   return expert;
 }
 

@@ -251,7 +251,7 @@ PyObject* py_group_stats(PyObject*, PyObject* args) {
     // Without waiting for a call that is under way: this is what tells where it hangs.
     const Counters counters = group->counters();
     const auto &waited = group->waited_ns(), &rows = group->expert_rows();
-    const auto& order = group->expert_order();
+    const auto order = group->expert_order();
     const auto& matrix = group->matrix();
     const uint64_t epoch = group->epoch();
     const std::vector<int64_t> counts{counters.dispatches,        counters.combines,         counters.dispatch_in_bytes,

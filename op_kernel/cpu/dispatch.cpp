@@ -134,12 +134,29 @@ void row_bases(const int32_t* matrix, int64_t world_size, int64_t num_experts, i
   }
 }
 
-int64_t digest(const int32_t* matrix, int64_t count) {
-  uint64_t sum = 0x9e3779b97f4a7c15u;
+namespace {
+
+uint64_t add_to_digest(uint64_t sum, const int32_t* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    sum = (sum ^ static_cast<uint32_t>(matrix[i])) * 0xff51afd7ed558ccdu;
+    sum = (sum ^ static_cast<uint32_t>(values[i])) * 0xff51afd7ed558ccdu;
     sum ^= sum >> 32;
   }
+  return sum;
+}
+
+constexpr uint64_t DIGEST_START = 0x9e3779b97f4a7c15u;
+
+}  // namespace
+
+int64_t digest(const int32_t* matrix, int64_t count) {
+  const uint64_t sum = add_to_digest(DIGEST_START, matrix, count);
+  return sum == 0 ? 1 : static_cast<int64_t>(sum);
+}
+
+int64_t routing_digest(const int32_t* matrix, int64_t count, uint64_t epoch) {
+  int32_t number[2];
+  put64(number, 0, static_cast<int64_t>(epoch));
+  const uint64_t sum = add_to_digest(add_to_digest(DIGEST_START, matrix, count), number, 2);
   return sum == 0 ? 1 : static_cast<int64_t>(sum);
 }
 

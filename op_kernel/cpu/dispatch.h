@@ -94,7 +94,9 @@ void zero_padding(const int64_t* counts, const int32_t* offsets, int64_t local_e
 void row_bases(const int32_t* matrix, int64_t world_size, int64_t num_experts, int64_t rank, int64_t align, int32_t* base,
                int64_t* totals);
 
-// A number that tells two matrices apart; never 0.
+// A number that tells two rows of int32 apart; never 0.
 int64_t digest(const int32_t* matrix, int64_t count);
+// The same of a matrix and the number of the call it is of: two calls may have equal matrices and not the same rows.
+int64_t routing_digest(const int32_t* matrix, int64_t count, uint64_t epoch);
 
 }  // namespace moe_a2a
