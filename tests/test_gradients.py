@@ -292,3 +292,32 @@ def test_case_39_killed_inside_moe(four: RankPool, where: str) -> None:
 def test_memory_does_not_grow(pool: RankPool, way: str) -> None:
     for grown, held, found in pool.run(2, bodies.memory, Layer((40, 30), hidden=64, inner=64), way, 300):
         assert held == 0 and found < 100 and grown < 4 << 20, (grown, held, found)
+
+
+def test_moe_apply_calls_experts_in_their_order_where_gradients_are_recorded(pool: RankPool) -> None:
+    pool.run(2, bodies.in_the_order_of_experts)
+
+
+def test_backward_of_equal_routings_in_another_order_is_noticed(pool: RankPool) -> None:
+    """Their matrices are the same; the numbers of their calls aren't."""
+    for said in pool.run(2, bodies.waited_for_in_another_order):
+        assert said.startswith(("CallMismatch", "PeerAborted")) and "routing" in said, said
+
+
+def test_a_frozen_rank_that_asks_to_recompute(pool: RankPool) -> None:
+    pool.run(2, bodies.frozen_that_recomputes)
+
+
+def test_results_of_another_form_than_rows(pool: RankPool) -> None:
+    pool.run(2, bodies.results_of_another_form)
+
+
+def test_ends_of_a_pending_call(pool: RankPool) -> None:
+    for said in pool.run(2, bodies.ends_of_pending):
+        assert "no second derivatives" in said["second"]
+        assert said["once"] == said["again"] == "GroupClosed"
+
+
+def test_a_handle_written_to_before_backward(pool: RankPool) -> None:
+    (said,) = pool.run(1, bodies.handle_written_to)
+    assert said.startswith("BadValue") and "handle" in said

@@ -42,8 +42,31 @@ def test_odd_sizes(pool: RankPool, ranks: int, experts: int) -> None:
 def test_rows_of_16_bits_with_wide_parameters(pool: RankPool, dtype: str) -> None:
     layers = [Layer((5, 0, 4), dtype=dtype, param_dtype="float32", seed=seed) for seed in range(3)]
     pool.run(3, bodies.layers_match, layers, tuple(bodies.WAYS))
-    kinds = [*layers, Layer((5, 0, 4), dtype=dtype), Layer((5, 0, 4), dtype=dtype, transposed=True, seed=7)]
-    pool.run(3, bodies.products_in_both_types, kinds)
+
+
+def test_products_of_16_bits_and_in_float32() -> None:
+    """Both are right, so they are close to each other; and they aren't the same."""
+    kinds = [
+        Layer((5, 0, 4), dtype=dtype, param_dtype=wide, transposed=wide is None, seed=7)
+        for dtype in ("bfloat16", "float16")
+        for wide in ("float32", None)
+    ]
+    found = {}
+    for wish in ("wide", "narrow"):
+        ranks = RankPool(3, env={"MOE_A2A_GEMM": wish})
+        try:
+            found[wish] = ranks.run(3, bodies.products_of_one_type, kinds, wish)
+        finally:
+            ranks.close()
+    for wide, narrow in zip(found["wide"], found["narrow"], strict=True):
+        for layer, one, other in zip(kinds, wide, narrow, strict=True):
+            if layer.param_dtype == "float32":
+                assert torch.equal(one.out, other.out), layer
+    assert any(
+        not torch.equal(one.out, other.out)
+        for wide, narrow in zip(found["wide"], found["narrow"], strict=True)
+        for one, other in zip(wide, narrow, strict=True)
+    )
 
 
 GROUPS: dict[str, dict[str, Any]] = {

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 import moe_a2a
 from moe_a2a.op_host import native
+from moe_a2a.op_host.layout import HandleView
 from rank_bodies.errors import Caught, caught
 from rank_bodies.inputs import assert_bits
 from rank_bodies.moe_bodies import (
@@ -738,3 +739,135 @@ def killed(ctx: RankContext, where: str) -> Caught | None:
     again = caught(lambda: run(layer, group))
     assert again is not None and again.seconds < 1.0, again
     return error
+
+
+# ------------------------------------------------------------------------------------------------- what a review found
+
+
+def in_the_order_of_experts(ctx: RankContext) -> None:
+    """With gradients ``experts`` is called in the experts' order, whichever rows come first: checkpointing goes by places."""
+    group = ctx.fresh_group(num_experts=4, top_k=1, max_tokens=512, hidden_size=64, dtype=torch.float32)
+    tokens = (
+        512 if ctx.rank else 1
+    )  # rank 1's many rows for rank 0's first expert are late, the second's are there at once
+    x = torch.ones(tokens, 64, requires_grad=True)
+    idx = torch.full((tokens, 1), 0 if ctx.rank else 1)
+    for _ in range(20):
+        called: list[int] = []
+
+        def experts(rows: Tensor, expert: int, called: list[int] = called) -> Tensor:
+            called.append(expert)
+            return rows * 2
+
+        out = moe_a2a.moe_apply(experts, x, idx, None, group)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert called == [0, 1], called
+        assert (grad == 2).all()
+
+
+def waited_for_in_another_order(ctx: RankContext) -> str:
+    """Two dispatches of equal counts, their gradients made in another order on rank 1."""
+    group = ctx.fresh_group(num_experts=2, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32, depth=3)
+    idx = torch.tensor([[0], [1], [0]])
+    xs = [torch.ones(3, 8, requires_grad=True) for _ in range(2)]
+    pending = [moe_a2a.dispatch(x, idx, group, async_op=True) for x in xs]
+    done = {i: pending[i].wait() for i in ((0, 1), (1, 0))[ctx.rank]}
+    outs = [moe_a2a.combine(done[i].x * scale, done[i]) for i, scale in ((0, 1.0), (1, 100.0))]
+    try:
+        (outs[0].sum() + outs[1].sum()).backward()
+    except moe_a2a.errors.MoeA2AError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def frozen_that_recomputes(ctx: RankContext) -> None:
+    """Rank 1 wants nothing and asks for recomputing, rank 0 trains and keeps its rows."""
+    group = ctx.fresh_group(num_experts=2, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float64)
+    torch.manual_seed(1)
+    up, down = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(2, 8, 3, dtype=torch.float64)
+    own = slice(ctx.rank, ctx.rank + 1)
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=ctx.rank == 0)
+    idx = torch.tensor([[0], [1], [1], [0]])
+    out = moe_a2a.moe(x, idx, None, up[own], down[own], group, recompute=ctx.rank == 1)
+    out.sum().backward()
+    if ctx.rank == 0:
+        leaf = x.detach().requires_grad_()
+        gate, value = torch.einsum("twh,th->tw", up[idx[:, 0]], leaf).chunk(2, -1)
+        whole = torch.einsum("thi,ti->th", down[idx[:, 0]], torch.nn.functional.silu(gate) * value)
+        (want,) = torch.autograd.grad(whole.sum(), leaf)
+        assert x.grad is not None and torch.allclose(x.grad, want)
+    else:
+        assert x.grad is None
+
+
+def results_of_another_form(ctx: RankContext) -> None:
+    """Results narrower than rows, and no rows for the experts of rank 1."""
+    group = ctx.fresh_group(num_experts=2, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32)
+    x, idx = torch.ones(3, 8), torch.zeros(3, 1, dtype=torch.int64)
+    for wants in (False, True):
+        x.requires_grad_(wants)
+        out = moe_a2a.moe_apply(lambda rows, expert: rows[:, :3].double() * 2, x, idx, None, group)
+        assert out.shape == (3, 3) and out.dtype == torch.float64 and (out == 2).all()
+    many = ctx.fresh_group(num_experts=4, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32)
+    buffer = torch.empty(8, 8)  # one for the results of all experts
+    idx = torch.tensor([[0], [1], [3]])
+    with torch.no_grad():
+        out = moe_a2a.moe_apply(
+            lambda rows, expert: torch.mul(rows, expert + 1, out=buffer[: len(rows)]), x, idx, None, many
+        )
+    assert torch.equal(out, x * (idx % 2 + 1))
+
+
+def ends_of_pending(ctx: RankContext) -> dict[str, str]:
+    """What a second wait says, and gradients of a call that is waited for under no_grad."""
+    said = {}
+    group = ctx.fresh_group(num_experts=2, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32)
+    x, idx = torch.ones(2, 8, requires_grad=True), torch.tensor([[0], [1]])
+    up, down = torch.ones(1, 6, 8), torch.ones(1, 8, 3)
+    pending = moe_a2a.moe(x, idx, None, up, down, group, async_op=True)
+    with torch.no_grad():
+        out = pending.wait()
+    out.sum().backward()
+    assert x.grad is not None and pending.wait() is out
+    (first,) = torch.autograd.grad(moe_a2a.moe(x, idx, None, up, down, group).sum(), x, create_graph=True)
+    try:
+        first.square().sum().backward()
+    except RuntimeError as error:
+        said["second"] = str(error)
+    ticket = moe_a2a.moe(x, idx, None, up, down, group, async_op=True)
+    group.close()
+    for what in ("once", "again"):
+        try:
+            ticket.wait()
+        except moe_a2a.errors.MoeA2AError as error:
+            said[what] = type(error).__name__
+    return said
+
+
+def handle_written_to(ctx: RankContext) -> str:
+    """Offsets of the handle that the operator returned, changed before backward."""
+    group = ctx.fresh_group(num_experts=1, top_k=1, max_tokens=4, hidden_size=8, dtype=torch.float32)
+    x, idx = torch.ones(2, 8, requires_grad=True), torch.zeros(2, 1, dtype=torch.int64)
+    spec = 256
+    out, _, _, handle = torch.ops.moe_a2a.moe(
+        x,
+        idx,
+        None,
+        torch.ones(1, 6, 8),
+        torch.ones(1, 8, 3),
+        None,
+        None,
+        spec,
+        7.0,
+        1.7,
+        group.name,
+        0,
+        7,
+        True,
+    )
+    HandleView(handle.data).offsets[1] = 1000  # behind the back of autograd, which sees other writes
+    try:
+        out.sum().backward()
+    except moe_a2a.errors.MoeA2AError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -459,24 +458,17 @@ def same_bits(first: Result, second: Result, what: str) -> None:
 # ------------------------------------------------------------------------------------------------- what else is promised
 
 
-def products_in_both_types(ctx: RankContext, layers: Sequence[Layer]) -> None:
-    """Products of 16-bit parameters in their own type and in float32: close to each other."""
+def products_of_one_type(ctx: RankContext, layers: Sequence[Layer], wish: str) -> list[Result]:
+    """With MOE_A2A_GEMM = wish in the environment of this process, which is read once."""
+    results = []
     for layer in layers:
         group = layer.spec.open(ctx)
-        want = expected(layer, group)
-        results = []
-        for wish in ("wide", "narrow"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("MOE_A2A_GEMM", wish)
-                results.append(run(layer, group))
-                assert native.widens(dtype_of(layer.param_dtype or layer.dtype)) == (
-                    wish == "wide" and layer.param_dtype != "float32"
-                )
-            check(results[-1], want, TOLERANCE[layer.dtype], f"{wish}, {layer}")
-        double = Result(
-            results[0].out.double(), [None if g is None else g.double() for g in results[0].grads]
+        results.append(run(layer, group))
+        assert native.widens(dtype_of(layer.param_dtype or layer.dtype)) == (
+            wish == "wide" and layer.param_dtype != "float32"
         )
-        check(results[1], double, TOLERANCE[layer.dtype], f"narrow against wide, {layer}")
+        check(results[-1], expected(layer, group), TOLERANCE[layer.dtype], f"{wish}, {layer}")
+    return [Result(r.out.detach(), [None if g is None else g.detach() for g in r.grads]) for r in results]
 
 
 def transports_agree(ctx: RankContext, layers: Sequence[Layer], changes: Sequence[dict[str, Any]]) -> None:
