@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -301,3 +304,22 @@ def test_opcheck(name: str, check: str) -> None:
             "window_y": (handle, 8, 1, group.name),
         }
         opcheck(getattr(ops, name).default, arguments[name], test_utils=(check,))
+
+
+STALE = """
+import torch, moe_a2a
+from moe_a2a.op_host import native
+group = moe_a2a.EPGroup(num_experts=1, top_k=1, max_tokens=1400, hidden_size=1024, dtype=torch.float32)
+for tokens in (700, 1400):  # blocks of 4 and 6 MiB, which together are too many
+    moe_a2a.dispatch(torch.ones(tokens, 1024), torch.zeros(tokens, 1, dtype=torch.int64), group)
+assert 6 << 20 <= native.pool_stats()["kept_bytes"] <= 8 << 20, native.pool_stats()
+"""
+
+
+def test_blocks_of_sizes_nobody_asks_for_make_room() -> None:
+    """A pool that is full of them would keep nothing else."""
+    environment = {**os.environ, "MOE_A2A_POOL_BYTES": str(8 << 20)}
+    done = subprocess.run(
+        [sys.executable, "-c", STALE], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

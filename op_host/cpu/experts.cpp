@@ -36,6 +36,15 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
 
+// Runs f(first row, how many) over rows of `width` elements, on torch's threads where there is enough for more than one. Rows
+// don't depend on each other, so the results don't depend on how they are cut.
+template <class F>
+void for_rows(int64_t rows, int64_t width, const F& f) {
+  constexpr int64_t enough = 1 << 14;  // elements for a thread
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, enough / std::max<int64_t>(1, width)),
+                              [&](int64_t begin, int64_t end) { f(begin, end - begin); });
+}
+
 double seconds_for(Dtype dtype, int64_t rows, int64_t size) {
   std::vector<char> a(static_cast<size_t>(rows * size * 4)), b(static_cast<size_t>(size * size * 4)), c(a.size());
   const Tensor x = view_of(a.data(), dtype, rows, size, size, 1), w = view_of(b.data(), dtype, size, size, 1, size);
@@ -190,7 +199,10 @@ void Experts::compute(int64_t expert, char* rows, int64_t stride, int64_t count,
   const char* bias = bias_of(p_.up_bias, expert, &step);
   if (bias != nullptr) kernels_.add_bias[to](first, count, width_, width_, bias, step);
   char* second = buffer(SECOND, count, inner_);
-  kernels_.activate[to](p_.spec, first, count, inner_, second);
+  for_rows(count, width_, [&](int64_t begin, int64_t rows) {
+    kernels_.activate[to](p_.spec, first + begin * width_ * itemsize(compute_), rows, inner_,
+                          second + begin * inner_ * itemsize(compute_));
+  });
   multiply(view_of(x, compute_, count, hidden_, in_place ? elements : hidden_, 1), view_of(second, compute_, count, inner_, inner_, 1),
            product_weight(expert, false));
   if ((bias = bias_of(p_.down_bias, expert, &step)) != nullptr)
@@ -241,19 +253,30 @@ void Experts::backward(int64_t expert, int64_t count, const Backward& b) {
     char* factors = buffer(FACTORS, count, 2);  // of the accumulator's type, whatever the products' is
     kernels_.convert[static_cast<int>(wide)][static_cast<int>(b.weight_dtype)](factors, b.weights, count);
     char* to = buffer(WEIGHTED, count, inner_);
-    kernels_.scale_rows[c](to, d, factors, count, inner_);
+    for_rows(count, inner_, [&](int64_t begin, int64_t rows) {
+      kernels_.scale_rows[c](to + begin * inner_ * item, d + begin * inner_ * item, factors + begin * itemsize(wide), rows, inner_);
+    });
     weighted = to;
     if (b.down != nullptr || b.down_bias != nullptr) {
       char* scaled = buffer(SCALED, count, hidden_);
-      kernels_.scale_rows[c](scaled, g, factors, count, hidden_);
+      for_rows(count, hidden_, [&](int64_t begin, int64_t rows) {
+        kernels_.scale_rows[c](scaled + begin * hidden_ * item, g + begin * hidden_ * item, factors + begin * itemsize(wide), rows,
+                               hidden_);
+      });
       weighted_g = scaled;
     }
   }
   char *a = buffer(SECOND, count, inner_), *back_h = buffer(HIDDEN_GRAD, count, width_);
-  kernels_.activate_backward[c](p_.spec, h, weighted, count, inner_, a, back_h);
+  for_rows(count, width_, [&](int64_t begin, int64_t rows) {
+    kernels_.activate_backward[c](p_.spec, h + begin * width_ * item, weighted + begin * inner_ * item, rows, inner_,
+                                  a + begin * inner_ * item, back_h + begin * width_ * item);
+  });
   if (b.values != nullptr) {
     std::memset(b.values, 0, static_cast<size_t>(count * itemsize(wide)));
-    kernels_.row_dots[c](b.values, d, a, inner_, count, inner_);
+    for_rows(count, inner_, [&](int64_t begin, int64_t rows) {
+      kernels_.row_dots[c](b.values + begin * itemsize(wide), d + begin * inner_ * item, a + begin * inner_ * item, inner_, rows,
+                           inner_);
+    });
     if (const char* bias = bias_of(p_.down_bias, expert, &step)) {
       std::vector<char> packed(static_cast<size_t>(hidden_ * item));
       for (int64_t i = 0; i < hidden_; ++i) std::memcpy(packed.data() + i * item, bias + i * step * item, static_cast<size_t>(item));

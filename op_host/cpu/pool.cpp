@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace moe_a2a {
@@ -42,9 +43,16 @@ size_t keep_limit() {
   return limit;
 }
 
+// Blocks of one size that wait for reuse.
+struct Bin {
+  std::vector<void*> blocks;
+  uint64_t used = 0;  // when one was last taken or given back, in takes and gives
+};
+
 struct Pool {
   std::mutex mutex;
-  std::map<size_t, std::vector<void*>> kept;
+  std::map<size_t, Bin> kept;
+  uint64_t clock = 0;
   PoolStats stats{};
 };
 
@@ -96,10 +104,11 @@ void* pool_take(size_t bytes) {
   void* block = nullptr;
   {
     std::lock_guard lock(p.mutex);
-    auto bin = p.kept.find(size);
-    if (bin != p.kept.end() && !bin->second.empty()) {
-      block = bin->second.back();
-      bin->second.pop_back();
+    const auto found = p.kept.find(size);
+    if (found != p.kept.end()) found->second.used = ++p.clock;
+    if (found != p.kept.end() && !found->second.blocks.empty()) {
+      block = found->second.blocks.back();
+      found->second.blocks.pop_back();
       p.stats.kept_bytes -= size;
       ++p.stats.reused;
     }
@@ -138,21 +147,37 @@ void pool_give(void* data) {
   void* block = static_cast<char*>(data) - HEADER;
   const size_t size = static_cast<Header*>(block)->size;
   Pool& p = pool();
+  std::vector<std::pair<void*, size_t>> gone;
   {
     std::lock_guard lock(p.mutex);
     p.stats.held_bytes -= size;
+    // What is full of sizes that nobody asks for any more would be of no use: they make room, the longest unused first.
+    while (size <= keep_limit() && p.stats.kept_bytes + size > keep_limit()) {
+      auto oldest = p.kept.end();
+      for (auto bin = p.kept.begin(); bin != p.kept.end(); ++bin)
+        if (bin->first != size && !bin->second.blocks.empty() &&
+            (oldest == p.kept.end() || bin->second.used < oldest->second.used))
+          oldest = bin;
+      if (oldest == p.kept.end()) break;
+      gone.emplace_back(oldest->second.blocks.back(), oldest->first);
+      oldest->second.blocks.pop_back();
+      p.stats.kept_bytes -= oldest->first;
+    }
     if (p.stats.kept_bytes + size <= keep_limit()) {
-      p.kept[size].push_back(block);
+      Bin& bin = p.kept[size];
+      bin.used = ++p.clock;
+      bin.blocks.push_back(block);
       p.stats.kept_bytes += size;
-      return;
+    } else {
+      gone.emplace_back(block, size);
     }
   }
-  unmap_block(block, size);
+  for (const auto& [old, bytes] : gone) unmap_block(old, bytes);
 }
 
 size_t pool_trim() {
   Pool& p = pool();
-  std::map<size_t, std::vector<void*>> kept;
+  std::map<size_t, Bin> kept;
   size_t freed = 0;
   {
     std::lock_guard lock(p.mutex);
@@ -160,8 +185,8 @@ size_t pool_trim() {
     freed = p.stats.kept_bytes;
     p.stats.kept_bytes = 0;
   }
-  for (auto& [size, blocks] : kept)
-    for (void* block : blocks) unmap_block(block, size);
+  for (auto& [size, bin] : kept)
+    for (void* block : bin.blocks) unmap_block(block, size);
   return freed;
 }
 

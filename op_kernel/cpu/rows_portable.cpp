@@ -1,6 +1,8 @@
 // Rows in plain C++ with 16-byte compiler vectors: what runs on a CPU nobody wrote a special file for, aarch64 included.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "rows.h"
 
