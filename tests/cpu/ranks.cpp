@@ -860,7 +860,9 @@ class Rank {
     char* y = nullptr;
     const bool in_place = call.in_place && round == 0;
     const auto failed = attempt([&] {
-      if (call.fused && round == 0 && !(is(call.bad_y) && random.chance(0.5))) {
+      // A rank that refuses needn't compute. Then the peers may still be pushing, and y in the window isn't its own to write.
+      const bool uncomputed = call.fused && round == 0 && is(call.bad_y) && random.chance(0.5);
+      if (call.fused && round == 0 && !uncomputed) {
         const Group::Call guard(group_, MOE);
         group_.check_handle(handle.data(), words);
         const Group::ExpertRows computed = compute(call);
@@ -876,7 +878,7 @@ class Rank {
         plain = Buffer(out_rows * stride);
         y = plain.data();
       }
-      for (int64_t row = 0; !in_place && row < static_cast<int64_t>(rows.size()); ++row) {
+      for (int64_t row = 0; !in_place && !uncomputed && row < static_cast<int64_t>(rows.size()); ++row) {
         const Pair& pair = rows[static_cast<size_t>(row)];
         if (pair.source >= 0)
           put_row(y + row * stride, call.y_dtype, call.y_hidden, row_key(Y_ROW, call, pair.source, pair.token, pair.k, round));
