@@ -22,7 +22,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
+from bench_dispatch_combine import git_state
 from bench_plan import StartLine
 from einops import rearrange
 from rich.console import Console
@@ -334,10 +334,9 @@ def main() -> None:
         if slow:
             sys.exit("benchmark: fused is slower\n" + "\n".join(slow))
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     settings = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.strip(),
+        "commit": git_state()["commit"],
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "torch": torch.__version__,

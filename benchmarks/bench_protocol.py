@@ -16,7 +16,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_dispatch_combine import git_state
 from bench_plan import Size, StartLine
 from rich.console import Console
 from rich.table import Table
@@ -162,12 +162,11 @@ def main() -> None:
                 size, *(f"{base:,.0f}" if n == "pull" else f"{row[n][part] / base:.2f}" for n in CONTENDERS)
             )
         console.print(table)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     arguments.json.write_text(
         json.dumps(
             {
                 "date": time.strftime("%Y-%m-%d"),
-                "commit": commit.strip(),
+                "commit": git_state()["commit"],
                 "ranks": arguments.ranks,
                 "rounds": arguments.rounds,
                 "cores": len(os.sched_getaffinity(0)),

@@ -298,7 +298,7 @@ def _(
     back: Tensor,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    compute = torch.float32 if native.widens(up.dtype) else up.dtype
+    compute = _product_dtype(up)
     wide = torch.float64 if compute == torch.float64 else torch.float32
     return grads.new_empty(grads.shape[0], dtype=wide), *(
         up.new_empty(0) if like is None or not needs >> bit & 1 else like.new_empty(like.shape)
@@ -363,10 +363,15 @@ def _(handle: Tensor, hidden: int, dtype_code: int, group: str) -> Tensor:
     )
 
 
+def _product_dtype(parameters: Tensor) -> torch.dtype:
+    """In which the experts' products are made."""
+    return torch.float32 if native.widens(parameters.dtype) else parameters.dtype
+
+
 def _fake_hidden(x: Tensor, rows: Any, up: Tensor, spec: int) -> Tensor:
     """[N, W], what the experts keep for backward."""
     width = up.shape[2] if Spec.of(spec).transposed else up.shape[1]
-    return x.new_empty(rows, width, dtype=torch.float32 if native.widens(up.dtype) else up.dtype)
+    return x.new_empty(rows, width, dtype=_product_dtype(up))
 
 
 def _fake_moe(
@@ -470,8 +475,7 @@ def _(
 def seal(handle: Tensor) -> Tensor:
     """An empty tensor whose shape is a digest of the call's send-count matrix.
 
-    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward routed in another
-    way:
+    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward sent other counts:
     torch compares the shapes of what both saved.
     """
     if isinstance(handle, FakeTensor) or type(handle) is not Tensor:

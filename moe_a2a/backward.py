@@ -12,9 +12,8 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from .compiled import anchored
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import Gradient, HandleView
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 BACKWARD = "moe_a2a (backward)"
 _ALL = Gradient.X | Gradient.WEIGHTS | Gradient.EXPERTS
@@ -192,21 +188,6 @@ def attach_combine(
 # ------------------------------------------------------------------------------------------------------- the exchanges
 
 
-def _named(exchange: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Lets an exchange raise this package's errors in place of what torch makes of them."""
-
-    @functools.wraps(exchange)
-    def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return exchange(*args, **kwargs)
-        except RuntimeError as error:
-            native.raise_kernel_failure(error)
-            raise
-
-    return named
-
-
-@_named
 def send_again(
     x: Tensor, topk_weights: Tensor | None, handle: Tensor, group: EPGroup, tag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +204,6 @@ def send_again(
     return rows, weights, new
 
 
-@_named
 def return_rows(y: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     """Sums the rows [N, H] of each token: [T, H]."""
     if group._exchange is not None:
@@ -231,7 +211,6 @@ def return_rows(y: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     return torch.ops.moe_a2a.combine_raw.default(y, handle, None, group.name)  # type: ignore[no-any-return]
 
 
-@_named
 def return_scalars(values_N: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     """A value for each row becomes one for each pair: [T, K], 0 where dropped. On an open handle."""
     if group._exchange is not None:
@@ -239,7 +218,6 @@ def return_scalars(values_N: Tensor, handle: Tensor, group: EPGroup) -> Tensor:
     return torch.ops.moe_a2a.combine_pairs_raw.default(values_N[:, None], handle, group.name)  # type: ignore[no-any-return]
 
 
-@_named
 def return_again(y: Tensor, handle: Tensor, group: EPGroup, tag: int, pairs: bool) -> Tensor:
     """:func:`return_rows`, or with ``pairs`` what :func:`return_scalars` does, on a round of its own."""
     if group._exchange is not None:

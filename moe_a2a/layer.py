@@ -21,6 +21,9 @@ from .group import EPGroup
 from .moe import moe
 from .op_host.experts import ACTIVATIONS
 
+# The operator, which can be traced; the function around it names errors.
+_send_counts = torch.ops.moe_a2a.send_counts.default
+
 _SCORES = ("softmax", "sigmoid")
 _AUX = ("none", "switch")
 _OVER = ("rank", "group")
@@ -30,12 +33,6 @@ _LEAST = 1e-20  # a sum of scores that all underflowed
 def _one_of(where: str, name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise errors.BadValue(f"{where}: {name} = {value!r}; expected one of {', '.join(known)}")
-
-
-def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """[E] int64: pairs of each expert; the ids [T, K] are int64 and none is -1. Any length can be traced."""
-    ids = topk_idx.flatten()
-    return ids.new_zeros(num_experts).scatter_add(0, ids, torch.ones_like(ids))
 
 
 def load_balancing_loss(scores: Tensor, topk_idx: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -54,7 +51,7 @@ def load_balancing_loss(scores: Tensor, topk_idx: Tensor, counts: Tensor | None 
         A scalar of scores' dtype; 0 without tokens.
     """
     if counts is None:
-        counts = expert_counts(topk_idx, scores.shape[1])
+        counts = _send_counts(topk_idx, scores.shape[1])[0]
     pairs = counts.sum().clamp(min=1).to(scores.dtype)
     share_TE = scores / scores.sum(1, keepdim=True).clamp(min=_LEAST)
     f_E = counts.to(scores.dtype) / pairs
@@ -397,7 +394,7 @@ class MoE(nn.Module):
         return out_TH.view(x.shape)
 
     def _balance(self, out: Tensor, topk_idx: Tensor, scores: Tensor) -> Tensor:
-        counts_E = expert_counts(topk_idx, self.group.num_experts)
+        counts_E = _send_counts(topk_idx, self.group.num_experts)[0]
         with torch.no_grad():
             self.load += counts_E
         if self.aux_loss == "none":

@@ -54,6 +54,15 @@ def _fuses(group: EPGroup) -> bool:
     return group._exchange is None and group.layout.format != Format.LINE
 
 
+def _received(x: Tensor, topk_idx: Tensor, group: EPGroup, tag: int, gradients: int) -> tuple[Tensor, Tensor]:
+    """(rows [N, H], handle) of a dispatch, where the call isn't fused."""
+    if group._exchange is not None:
+        rows, _, _, meta = group._exchange.dispatch(x, topk_idx, None, None, tag, -1, 1, 0, gradients)
+    else:
+        rows, _, meta = _dispatch_raw(x, topk_idx, None, group.name, tag, -1, 1, gradients)
+    return rows, meta
+
+
 class _Call:
     """A fused call's arguments, and what is left to do when its results are there."""
 
@@ -104,12 +113,7 @@ class _Call:
             return _moe_raw(  # type: ignore[no-any-return]
                 self.x, topk_idx, self.weights, *self.experts, group.name, self.tag, self.gradients, self.keep
             )
-        if group._exchange is not None:
-            rows, _, _, meta = group._exchange.dispatch(
-                self.x, topk_idx, None, None, self.tag, -1, 1, 0, self.gradients
-            )
-        else:
-            rows, _, meta = _dispatch_raw(self.x, topk_idx, None, group.name, self.tag, -1, 1, self.gradients)
+        rows, meta = _received(self.x, topk_idx, group, self.tag, self.gradients)
         view = HandleView(meta)
         keep = self.keep and bool(view.gradients)
         try:
@@ -136,7 +140,10 @@ class _Call:
 
     def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> Tensor:
         """The result with its gradients, if some rank wants any."""
-        if not self.recorded or not (self.gradients or HandleView(meta).gradients):
+        if not self.recorded:
+            return out
+        union = HandleView(meta).gradients
+        if not union:
             return out
         name, tag, spec = self.group.name, self.tag, (self.code, self.limit, self.alpha)
 
@@ -147,7 +154,7 @@ class _Call:
             )
 
         # One rank that recomputes needs everybody's rows again.
-        again = not self.keep or bool(HandleView(meta).gradients & Gradient.RECOMPUTE)
+        again = not self.keep or bool(union & Gradient.RECOMPUTE)
         x = _ops.lasting(self.x, name) if again else None
         inputs = (self.x, self.weights, *self.parameters)
         saved = (x, *inputs[1:], rows, hidden, meta, _ops.seal(meta))
@@ -277,8 +284,8 @@ def moe(
         shared: called with x when this rank's rows have been sent, and added to the result: experts that every token visits.
         recompute: keep nothing for backward but x: backward sends x again and makes the first product again.
         async_op: return when this rank's rows have been sent, with an object whose ``wait()`` computes the experts and
-            combines. x may be written again; up to ``depth`` calls can be under way, and
-            a backward that runs meanwhile counts as three for each ``moe`` in it.
+            combines. x may be written again; up to ``depth`` calls can be under way, and a backward that runs meanwhile
+            counts as three for each ``moe`` in it.
         tag: names the caller, such as a layer; ranks whose tags differ get ``CallMismatch``.
 
     Returns:
@@ -385,13 +392,11 @@ def moe_apply(
     Args:
         experts: called with (rows [n, H], local expert) as soon as the rows of all ranks for it are there, and returns [n, H']
             of a float type, the same H' and dtype for all experts on all ranks. Without gradients the rows lie in the window:
-            it may
-            write to them, and mustn't keep them. With gradients it is called for experts without rows, too, so that their
-            parameters get zeros.
+            it may write to them, and mustn't keep them. With gradients it is called in the experts' order when all rows are
+            there, for experts without rows, too, so that their parameters get zeros.
         x, topk_idx, topk_weights, group, shared, tag: as in :func:`moe`. If a rank owns no experts, H' and the dtype are x's.
         parameters: what ``experts`` computes with. Needed only where x and topk_weights have no gradients and ``experts`` has
-        some
-            on some ranks: gradients are collective, and so all ranks hear that there will be some.
+            some on some ranks: gradients are collective, and so all ranks hear that there will be some.
 
     Returns:
         [T, H'] in the dtype of the results.
@@ -411,10 +416,8 @@ def moe_apply(
         fused = _fuses(group)
         if fused:
             rows, meta = _begin_raw(x, topk_idx, topk_weights, group.name, tag_id, gradients)
-        elif group._exchange is not None:
-            rows, _, _, meta = group._exchange.dispatch(x, topk_idx, None, None, tag_id, -1, 1, 0, gradients)
         else:
-            rows, _, meta = _dispatch_raw(x, topk_idx, None, group.name, tag_id, -1, 1, gradients)
+            rows, meta = _received(x, topk_idx, group, tag_id, gradients)
     except errors.MoeA2AError:
         group._check_open("moe_a2a.moe_apply")
         raise

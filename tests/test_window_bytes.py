@@ -157,7 +157,7 @@ def test_a_fused_call_copies_each_row_once(
             assert written == sum(n["rows"] for n in found) * found[0]["row"]
 
 
-FUSED_COUNTED = """
+START = """
 import ctypes, sys
 import torch, torch.distributed as dist, moe_a2a
 rank, store = int(sys.argv[1]), sys.argv[2]
@@ -166,6 +166,12 @@ shim.bytes_in_rows.restype = ctypes.c_size_t
 shim.watch_rows_of.argtypes = [ctypes.c_size_t]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+"""
+
+
+FUSED_COUNTED = (
+    START
+    + """
 T, H, E, K = 24, 2503, 5, 3  # rows of 10012 bytes: nothing else is a multiple of that
 for protocol in ("pull", "push"):
     group = moe_a2a.EPGroup(num_experts=E, top_k=K, max_tokens=T, hidden_size=H, dtype=torch.float32, timeout=30,
@@ -202,17 +208,12 @@ for protocol in ("pull", "push"):
         }, counted
     print("counted", protocol, flush=True)
 """
+)
 
 
-COUNTED = """
-import ctypes, sys
-import torch, torch.distributed as dist, moe_a2a
-rank, store = int(sys.argv[1]), sys.argv[2]
-shim = ctypes.CDLL(None)
-shim.bytes_in_rows.restype = ctypes.c_size_t
-shim.watch_rows_of.argtypes = [ctypes.c_size_t]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+COUNTED = (
+    START
+    + """
 T, H, E, K = 24, 2503, 5, 3  # rows of 5006 bytes: nothing else is a multiple of that
 generator = torch.Generator().manual_seed(rank)
 for protocol in ("pull", "push"):
@@ -254,6 +255,7 @@ for protocol in ("pull", "push"):
         assert counted["combine_out"] == 2 * H * T
     print("counted", protocol, flush=True)
 """
+)
 
 
 @pytest.mark.parametrize("program", [COUNTED, FUSED_COUNTED], ids=["parts", "fused"])

@@ -30,19 +30,15 @@ constexpr int64_t TICKET_WORDS = 3;  // TICKET_MAGIC, which group, n
 // What dispatch returns: x's type, or the one it was quantised to.
 int64_t itemsize_of(const Group::RowType& type) { return type.quant == Quant::NONE ? itemsize(type.dtype) : 1; }
 
-ScalarType scalar_type(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::F32: return ScalarType::Float;
-    case Dtype::BF16: return ScalarType::BFloat16;
-    case Dtype::F16: return ScalarType::Half;
-    default: return ScalarType::Double;
-  }
-}
-
 ScalarType row_scalar_type(const Group::RowType& type) {
   return type.quant == Quant::INT8       ? ScalarType::Char
          : type.quant == Quant::FP8_E4M3 ? ScalarType::Float8_e4m3fn
                                          : scalar_type(type.dtype);
+}
+
+// Shaped as the handle that dispatch returns; what it says is checked where it is used.
+bool is_handle(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Long && tensor.dim() == 1 && tensor.is_contiguous();
 }
 
 std::string check_topk_idx(const char* operation, const Tensor& idx, int64_t rank, FailureKind* kind) {
@@ -126,7 +122,7 @@ void describe(const Group& group, const Tensor& x, const std::optional<Tensor>& 
     bad = check_topk_idx(input->operation, *idx, rank, &input->bad_kind);
     if (!bad.empty()) return;
     top_k = idx->size(1);
-  } else if (routing->scalar_type() != ScalarType::Long || routing->dim() != 1 || !routing->is_contiguous()) {
+  } else if (!is_handle(*routing)) {
     input->bad_kind = FailureKind::BAD_TYPE;
     bad = say("%s: routing on rank %ld must be the handle that dispatch returned", input->operation, rank);
     return;
@@ -318,7 +314,7 @@ void describe_y(const Group& group, const char* operation, const Tensor& y, int6
 void describe_rows(Group& group, const Tensor& y, const Tensor& handle, Tensor* packed, Group::CombineInput* input,
                    bool pairs = false) {
   const int64_t rank = group.rank();
-  if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+  if (!is_handle(handle))
     throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", COMBINE,
                                              rank));
   input->handle = static_cast<const int64_t*>(handle.const_data_ptr());
@@ -353,38 +349,37 @@ std::optional<Tensor> sum_output(int64_t tokens, int64_t hidden, Dtype dtype, in
   }
 }
 
-Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, std::string group_name) {
+// Gives this rank's rows and takes what is due: sums [T, H], or with `pairs` every pair's own row [T, K H].
+Tensor give_and_take(Group& group, uint64_t epoch, int64_t tokens, int64_t top_k, const std::optional<Tensor>& topk_weights,
+                     bool pairs, Group::CombineInput* input) {
+  const Weights weights = sum_weights(topk_weights, tokens, top_k, group.rank(), input);
+  std::optional<Tensor> out =
+      sum_output(tokens, (pairs ? top_k : 1) * input->hidden, input->dtype, group.rank(), input);
+  group.give_rows(epoch, *input);  // throws where there is no output
+  group.take_rows(epoch, weights, {}, input->bad_kind, static_cast<char*>(out->mutable_data_ptr()), pairs);
+  return *out;
+}
+
+Tensor combine_open(const char* operation, const Tensor& y, const Tensor& handle, const std::optional<Tensor>& topk_weights,
+                    const std::string& group_name, bool pairs) {
   return guarded([&] {
     const auto group = find_group(group_name);
-    const Group::Call call(*group, COMBINE);
+    const Group::Call call(*group, operation);
     Group::CombineInput input;
     Tensor packed;
-    describe_rows(*group, y, handle, &packed, &input);
-    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K];
-    const Weights weights = sum_weights(topk_weights, tokens, top_k, group->rank(), &input);
-    std::optional<Tensor> out = sum_output(tokens, input.hidden, input.dtype, group->rank(), &input);
-    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
-    group->give_rows(epoch, input);
-    group->take_rows(epoch, weights, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()));
-    return *out;
+    describe_rows(*group, y, handle, &packed, &input, pairs);
+    return give_and_take(*group, static_cast<uint64_t>(input.handle[handle_word::EPOCH]), input.handle[handle_word::TOKENS],
+                         input.handle[handle_word::TOP_K], topk_weights, pairs, &input);
   });
+}
+
+Tensor combine_raw(Tensor y, Tensor handle, std::optional<Tensor> topk_weights, std::string group_name) {
+  return combine_open(COMBINE, y, handle, topk_weights, group_name, false);
 }
 
 // [T, K] of a column of values, one for each row: every pair's own, zero where dropped.
 Tensor combine_pairs_raw(Tensor y, Tensor handle, std::string group_name) {
-  return guarded([&] {
-    const auto group = find_group(group_name);
-    const Group::Call call(*group, BACKWARD);
-    Group::CombineInput input;
-    Tensor packed;
-    describe_rows(*group, y, handle, &packed, &input, true);
-    const int64_t tokens = input.handle[handle_word::TOKENS], top_k = input.handle[handle_word::TOP_K];
-    std::optional<Tensor> out = sum_output(tokens, top_k * input.hidden, input.dtype, group->rank(), &input);
-    const auto epoch = static_cast<uint64_t>(input.handle[handle_word::EPOCH]);
-    group->give_rows(epoch, input);
-    group->take_rows(epoch, {}, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()), true);
-    return *out;
-  });
+  return combine_open(BACKWARD, y, handle, std::nullopt, group_name, true);
 }
 
 // Opens a call of its own for rows that go with the routing of an older dispatch, and combines them.
@@ -398,8 +393,7 @@ Tensor combine_again_raw(Tensor y, Tensor routing, std::string group_name, int64
     round.tag = tag;
     Group::CombineInput input;
     Tensor packed;
-    if (routing.scalar_type() != ScalarType::Long || routing.dim() != 1 || !routing.is_contiguous() ||
-        routing.size(0) < HANDLE_HEADER_WORDS) {
+    if (!is_handle(routing) || routing.size(0) < HANDLE_HEADER_WORDS) {
       round.bad_kind = FailureKind::BAD_TYPE;
       round.bad = say("%s: routing on rank %ld must be the handle that dispatch returned", BACKWARD, group->rank());
     } else {
@@ -415,12 +409,8 @@ Tensor combine_again_raw(Tensor y, Tensor routing, std::string group_name, int64
       }
     }
     const uint64_t epoch = group->open_round(round, input.y.rows);
-    const int64_t tokens = round.routing[handle_word::TOKENS], top_k = round.routing[handle_word::TOP_K];
-    std::optional<Tensor> out =
-        sum_output(tokens, (pairs ? top_k : 1) * input.hidden, input.dtype, group->rank(), &input);
-    group->give_rows(epoch, input);
-    group->take_rows(epoch, {}, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()), pairs);
-    return *out;
+    return give_and_take(*group, epoch, round.routing[handle_word::TOKENS], round.routing[handle_word::TOP_K], std::nullopt, pairs,
+                         &input);
   });
 }
 
@@ -533,7 +523,7 @@ Tensor window_y(Tensor handle, int64_t hidden, int64_t dtype_code, std::string g
     auto owner = std::make_unique<StageOwner>();
     owner->group = find_group(group_name);
     const int64_t width = row_width(operation, *owner->group, hidden, dtype_code);
-    if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+    if (!is_handle(handle))
       throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that dispatch returned", operation,
                                                owner->group->rank()));
     const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
@@ -657,12 +647,7 @@ Tensor combine_fused(Group& group, const FusedCall& call, const std::optional<Te
   input.dtype = call.dtype;
   input.hidden = call.hidden;
   input.y = {call.experts.rows, call.rows, call.hidden * itemsize(call.dtype), call.experts.stride};
-  const int64_t tokens = words[handle_word::TOKENS], top_k = words[handle_word::TOP_K];
-  const Weights weights = sum_weights(topk_weights, tokens, top_k, group.rank(), &input);
-  std::optional<Tensor> out = sum_output(tokens, call.hidden, call.dtype, group.rank(), &input);
-  group.give_rows(call.epoch, input);
-  group.take_rows(call.epoch, weights, {}, input.bad_kind, static_cast<char*>(out->mutable_data_ptr()));
-  return *out;
+  return give_and_take(group, call.epoch, words[handle_word::TOKENS], words[handle_word::TOP_K], topk_weights, false, &input);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_raw(Tensor x, Tensor topk_idx, std::optional<Tensor> topk_weights, Tensor up,
@@ -701,7 +686,7 @@ std::tuple<Tensor, Tensor> moe_begin_raw(Tensor x, Tensor topk_idx, std::optiona
 }
 
 uint64_t open_epoch(const Group& group, const Tensor& handle) {
-  if (handle.scalar_type() != ScalarType::Long || handle.dim() != 1 || !handle.is_contiguous())
+  if (!is_handle(handle))
     throw Failure(FailureKind::BAD_TYPE, say("%s: handle on rank %ld must be the int64 tensor that begin returned", MOE, group.rank()));
   const auto* words = static_cast<const int64_t*>(handle.const_data_ptr());
   group.check_handle(words, handle.size(0), MOE);

@@ -13,21 +13,12 @@
 namespace moe_a2a {
 namespace {
 
-ScalarType scalar_type_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::F32: return ScalarType::Float;
-    case Dtype::BF16: return ScalarType::BFloat16;
-    case Dtype::F16: return ScalarType::Half;
-    default: return ScalarType::Double;
-  }
-}
-
 // A tensor over memory that somebody else owns; strides in elements.
 Tensor view_of(const void* data, Dtype dtype, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
   const int64_t sizes[2] = {rows, columns}, strides[2] = {row_stride, column_stride};
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 2, sizes, strides, 0,
-                                                                   shim_dtype(scalar_type_of(dtype)), /*device_type=*/0, -1,
+                                                                   shim_dtype(scalar_type(dtype)), /*device_type=*/0, -1,
                                                                    &handle));
   return Tensor(handle);
 }

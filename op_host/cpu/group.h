@@ -139,7 +139,6 @@ class Group {
   struct ExpertRows {
     char* rows;            // in the window, or `spill` where more came than it holds
     int64_t stride;        // bytes from row to row
-    bool in_window;
     const int32_t* offsets;  // [E_local + 1]
   };
   // Do the rows of a met call fit the window?
@@ -295,7 +294,7 @@ class Group {
   void finish_dispatch(CallState& call);
   int64_t leaving_rows(const CallState& call) const;
   bool expert_here(const CallState& call, int64_t local) const;
-  bool source_here(const CallState& call, int64_t source, int64_t local) const;
+  bool source_here(const CallState& call, int64_t source) const;
   bool choose_push(int64_t bytes, int64_t below, int64_t from, uint64_t epoch, int64_t salt) const;
   std::string read_routing(const DispatchInput& input, CallState& call) const;
   Landing landing(const CallState& call, char* window, int64_t wave, const Run& run, int64_t flag_rows) const;

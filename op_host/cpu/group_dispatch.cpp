@@ -697,8 +697,7 @@ void Group::finish_dispatch(CallState& call) {
 uint64_t Group::open_round(const DispatchInput& input, int64_t y_rows) {
   const uint64_t epoch = send_dispatch(input);
   CallState& call = state(epoch);
-  const DispatchPlan plan = meet_dispatch(epoch);
-  (void)plan;
+  meet_dispatch(epoch);
   call.stage = Stage::OPEN;
   note_read();
   progress(phase::IDLE);
@@ -724,8 +723,8 @@ bool Group::fits(uint64_t epoch) const { return state(epoch).waves == 1; }
 
 Group::ExpertRows Group::expert_rows(uint64_t epoch, char* spill) const {
   const CallState& call = state(epoch);
-  if (!fits(epoch)) return {spill, call.wire.data_bytes, false, call.offsets.data()};
-  return {own() + layout_.y_at(epoch), layout_.row_stride(call.wire.push_bytes), true, call.offsets.data()};
+  if (!fits(epoch)) return {spill, call.wire.data_bytes, call.offsets.data()};
+  return {own() + layout_.y_at(epoch), layout_.row_stride(call.wire.push_bytes), call.offsets.data()};
 }
 
 Group::ExpertRows Group::begin_experts(const DispatchPlan& plan, char* spill, int64_t* handle) {
@@ -750,16 +749,20 @@ Group::ExpertRows Group::begin_experts(const DispatchPlan& plan, char* spill, in
 
 bool Group::expert_here(const CallState& call, int64_t local) const {
   if (call.waves > 1) return true;  // copied out already
-  for (int64_t source : all_peers_)
-    if (!source_here(call, source, local)) return false;
+  int64_t row = call.offsets[static_cast<size_t>(local)];
+  for (int64_t source = 0; source < layout_[WORLD_SIZE]; ++source) {
+    const int64_t count = call.matrix[static_cast<size_t>(source * layout_[NUM_EXPERTS] + local_begin_ + local)];
+    const Landing run = landing(call, own(), 0, {row, row + count}, call.flag_rows[static_cast<size_t>(source)]);
+    if (source != rank_ && count > 0 && !rows_here(layout_, run, call.wire)) return false;
+    row += count;
+  }
   return true;
 }
 
-// Are the rows of `source` for a local expert (-1: for all) in the window?
-bool Group::source_here(const CallState& call, int64_t source, int64_t local) const {
+// Are all rows of `source` in the window?
+bool Group::source_here(const CallState& call, int64_t source) const {
   bool here = true;
-  for_each_run(call, source, rank_, 0, layout_[RECV_ROWS], [&](int64_t e, int64_t, const Run& run) {
-    if (local >= 0 && e != local_begin_ + local) return;
+  for_each_run(call, source, rank_, 0, layout_[RECV_ROWS], [&](int64_t, int64_t, const Run& run) {
     here = here && rows_here(layout_, landing(call, own(), 0, run, call.flag_rows[static_cast<size_t>(source)]), call.wire);
   });
   return here;
@@ -779,7 +782,7 @@ int64_t Group::next_expert(uint64_t epoch) {
     bool any = false;
     await_peers(all_peers_, epoch, call.operation, phase::DISPATCH_ROWS, [&](int64_t source) {
       any = any || any_here();
-      return any || source_here(call, source, -1);
+      return any || source_here(call, source);
     });
     if (!any) any_here();
     progress(phase::IDLE);

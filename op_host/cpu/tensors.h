@@ -42,6 +42,15 @@ inline Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
+inline ScalarType scalar_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::F32: return ScalarType::Float;
+    case Dtype::BF16: return ScalarType::BFloat16;
+    case Dtype::F16: return ScalarType::Half;
+    default: return ScalarType::Double;
+  }
+}
+
 inline int32_t shim_dtype(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
 
 inline std::string shape(const Tensor& tensor) {
