@@ -24,7 +24,7 @@ from .errors import BadValue
 from .group import find_group
 from .op_host import native  # loads the C++ kernels
 from .op_host.experts import Spec
-from .op_host.layout import CODE_DTYPES, handle_words, matrix_digest
+from .op_host.layout import CODE_DTYPES, handle_words, routing_digest
 from .op_host.quant import QUANT_DTYPES, QUANT_NAMES, scales_shape
 
 LIB = torch.library.Library("moe_a2a", "DEF")
@@ -473,17 +473,17 @@ def _(
 
 
 def seal(handle: Tensor) -> Tensor:
-    """An empty tensor whose shape is a digest of the call's send-count matrix.
+    """An empty tensor whose shape is a digest of all ranks' routings.
 
-    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward sent other counts:
-    torch compares the shapes of what both saved.
+    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward was routed in another
+    way, also where :mod:`moe_a2a.recompute` can't say so: torch compares the shapes of what both saved.
     """
     if isinstance(handle, FakeTensor) or type(handle) is not Tensor:
         return handle.new_empty(0)
     if torch._C._len_torch_dispatch_stack() == 0:
-        return handle.new_empty(0, matrix_digest(handle))
+        return handle.new_empty(0, routing_digest(handle))
     with _disable_current_modes():  # a look into the handle is nobody's business
-        return handle.new_empty(0, matrix_digest(handle))
+        return handle.new_empty(0, routing_digest(handle))
 
 
 def lasting(tensor: Tensor, group: str) -> Tensor:
