@@ -79,7 +79,7 @@ def _check_ahead(
     if any(not isinstance(value, Tensor) or value.dim() != 2 for value in (x, topk_idx)):
         return
     try:
-        check_combine_weights(topk_weights, *topk_idx.shape, group.rank)
+        check_combine_weights(topk_weights, topk_idx.shape[0], topk_idx.shape[1], group.rank)
         if experts and x.dtype in DTYPE_CODES:
             offsets = torch.zeros(group.num_local_experts + 1, dtype=torch.int32, device="cpu")
             try:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from . import errors
+from ._ops import unseen
 from .compiled import eagerly
 from .op_host.layout import HandleView
 
@@ -65,12 +65,11 @@ def check_routing(operation: str, meta: Tensor) -> None:
         return
     if type(meta) is not Tensor or torch.is_inference_mode_enabled():
         return
-    view: HandleView | None = None
-    for keeper, run in _checkpoints():
-        if view is None:
-            with _disable_current_modes():  # a look into the handle is nobody's business
-                view = HandleView(meta)
-                ids = view.ids
+    found = list(_checkpoints())
+    if not found:
+        return
+    view, ids = unseen(lambda: (view := HandleView(meta), view.ids))
+    for keeper, run in found:
         log: _Log = keeper.__dict__.setdefault(_LOG, _Log())
         if run is None:
             log.calls.append((view.epoch, ids))

@@ -59,6 +59,14 @@ def test_several_calls_in_nested_parts(pool: RankPool, kinds: tuple[bool, ...], 
     all_name_rank_1(pool.run(2, bodies.flipped, layer, part, "swapped"), 3 * len(kinds))
 
 
+@pytest.mark.parametrize("kinds", [*KINDS.values(), (True, True)])
+def test_backward_twice(pool: RankPool, kinds: tuple[bool, ...]) -> None:
+    """With retain_graph all is computed again for each backward, and compared again."""
+    part = Part("parts", kinds, calls=2, backwards=2)
+    layer = Layer(TOKENS[2], drop=0.0, seed=52)
+    all_name_rank_1(pool.run(2, bodies.flipped, layer, part, "swapped"), 4 * len(kinds))
+
+
 @pytest.mark.parametrize("ranks", TOKENS)
 @pytest.mark.parametrize("kinds", [*KINDS.values(), *NESTED])
 def test_the_same_as_without_checkpoints(pool: RankPool, kinds: tuple[bool, ...], ranks: int) -> None:

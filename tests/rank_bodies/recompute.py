@@ -36,12 +36,14 @@ class Part:
         way: how its layers are called.
         kinds: use_reentrant of each checkpoint around it, outer first.
         calls: layers in it, one behind the other.
+        backwards: how often backward runs; each time all is computed again.
         transport: of the group.
     """
 
     way: str = "fused"
     kinds: tuple[bool, ...] = (False,)
     calls: int = 1
+    backwards: int = 1
     transport: str = "cpu-shm"
 
 
@@ -85,6 +87,11 @@ class _Run:
             )
         return fn(self.own.x)
 
+    def backward(self, out: Tensor) -> None:
+        g = make_world(self.layer).gs[self.ctx.rank]
+        for left in reversed(range(self.part.backwards)):
+            out.backward(g, retain_graph=left > 0)
+
     def plain(self) -> Result:
         """Without checkpoints."""
         own = leaves(self.layer, self.group)
@@ -95,7 +102,7 @@ class _Run:
         x = self.block(x)
         for _ in self.part.kinds:
             x = x.tanh()
-        x.backward(make_world(self.layer).gs[self.ctx.rank])
+        self.backward(x)
         self.own = before
         return Result(x.detach(), own.grads())
 
@@ -107,7 +114,7 @@ def same_as_plain(ctx: RankContext, layer: Layer, part: Part) -> int:
     this.seen = 0
     out = this.forward()
     ctx.jitter(2)
-    out.backward(make_world(layer).gs[ctx.rank])
+    this.backward(out)
     same_bits(Result(out.detach(), this.own.grads()), plain, str(part))
     return this.seen
 
@@ -128,7 +135,7 @@ def flipped(ctx: RankContext, layer: Layer, part: Part, how: str, unseen: bool =
             this.flip = (time, call, how)
             out = this.forward()
             ctx.jitter(1)
-            found.append((time, call, caught(partial(out.backward, make_world(layer).gs[ctx.rank]))))
+            found.append((time, call, caught(partial(this.backward, out))))
             ctx.barrier()
     assert same_as_plain(ctx, layer, part) == times
     return found
@@ -176,14 +183,6 @@ def near_tie(ctx: RankContext, transport: str, reentrant: bool, flips: bool) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- what isn't a flip
-
-
-def _twice(this: _Run) -> None:
-    """retain_graph, and computed again with each backward."""
-    g = make_world(this.layer).gs[this.ctx.rank]
-    out = this.forward()
-    out.backward(g, retain_graph=True)
-    out.backward(g)
 
 
 def _to_the_end(this: _Run) -> None:
@@ -273,7 +272,6 @@ def _own_function(this: _Run) -> None:
 
 
 QUIET: dict[str, Callable[[_Run], None]] = {
-    "backward twice": _twice,
     "no early stop": _to_the_end,
     "hooks that call": _hooks_call,
     "other values": _values_differ,
