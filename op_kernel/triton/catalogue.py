@@ -49,6 +49,7 @@ class Variant:
         spins: loops that poll, in the kernel as compiled with these constants.
         signals: stores of codes that must have a barrier between payload and code.
         uses_dot: it uses the matrix unit.
+        warps: warps of a program on a GPU.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Variant:
     spins: int
     signals: int
     uses_dot: bool
+    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Size:
 
 SIZES = (
     Size("small", R=2, E=4, K=2, H=64, I=32, BR=8, BH=64, BT=8, SUM_BH=64),
-    Size("large", R=8, E=64, K=8, H=7168, I=2048, BR=1, BH=8192, BT=1, SUM_BH=2048),
+    Size("large", R=8, E=64, K=8, H=7168, I=2048, BR=2, BH=8192, BT=2, SUM_BH=2048),
 )
 
 _TYPES = {
@@ -152,7 +154,7 @@ def _phases(target: str, size: Size) -> Iterator[Variant]:
     gpu = target == "gpu"
     moved = {"H": size.H, "BR": size.BR, "BH": size.BH}
     words = {"R": size.R, "WORDS": size.E, "WORDS_P": power_of_two(size.E, 8), "SYS": gpu}
-    one_row = {"SCALES": 0, "SCALES_P": 1, "WEIGHTED": True}
+    one_row = {"SCALES": 0, "SCALES_P": 1, "WEIGHTED": True, "FUSED": False}
     summed = {
         "R": size.R,
         "K": size.K,
@@ -203,7 +205,7 @@ def _phases(target: str, size: Size) -> Iterator[Variant]:
     for name, scales in (("int8", 1), ("fp8", -(-size.H // 128))):
         scaled = {**one_row, "SCALES": scales, "SCALES_P": power_of_two(scales)}
         yield variant(f"take-{name}", take, {**moved, **scaled, "SYS": gpu}, spins=1, out="*i8")
-    yield variant("pull", pull, {**moved, **one_row})
+    yield variant("pull", pull, {**moved, "SCALES": 0, "SCALES_P": 1, "WEIGHTED": True})
     yield variant("give", give, {**moved, "R": size.R, "SYS": gpu}, spins=1, signals=1)
     yield variant("fetch", fetch, {**moved, "R": size.R, "SYS": gpu}, spins=1)
     yield variant("combine", combine, summed, spins=1)
