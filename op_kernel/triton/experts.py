@@ -153,8 +153,6 @@ def experts(
         PARTS: parts that an expert's tiles are dealt into, each of them one program's.
         The others: see :func:`expert_tile`.
     """
-    BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
-    ITEM: tl.constexpr = BITS // 8
     program = tl.program_id(0) + program0
     if IN_WINDOW:
         start = tl.load(windows + me) + slot_of_rows(layout, call, True)
