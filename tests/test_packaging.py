@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -49,8 +50,8 @@ def test_the_wheel_is_abi3_and_whole(wheel: Path) -> None:
     for module in [*(ROOT / "moe_a2a").glob("*.py"), *(ROOT / "moe_a2a").glob("*.pyi")]:
         assert f"moe_a2a/{module.name}" in names
     for folder in ("op_host", "op_kernel"):
-        for module in (ROOT / folder).glob("*.py"):
-            assert f"moe_a2a/{folder}/{module.name}" in names
+        for module in (ROOT / folder).rglob("*.py"):
+            assert f"moe_a2a/{module.relative_to(ROOT)}" in names
     assert {"moe_a2a/py.typed", "moe_a2a/_C.abi3.so"} <= names
     assert not [name for name in names if name.startswith(("op_", "tests", "benchmarks", "examples"))]
 
@@ -119,3 +120,6 @@ def test_kernels_know_no_framework() -> None:
         text = source.read_text()
         for name in ("torch/", "Python.h", "ATen", "c10"):
             assert name not in text, f"{source.name} includes {name}"
+    for source in (ROOT / "op_kernel/triton").glob("*.py"):
+        imports = re.findall(r"^\s*(?:from|import) ([\w.]+)", source.read_text(), re.MULTILINE)
+        assert not [name for name in imports if name.startswith(("torch", "numpy"))], source.name
