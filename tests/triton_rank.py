@@ -463,8 +463,8 @@ class KernelRank:
             arguments = {
                 **common,
                 "weights": out_weights,
-                "work": self.work(entries),
-                "entries": len(entries),
+                "work": self.work(taken),
+                "entries": len(taken),
             }
             self.run(take.take, arguments, constants)
             if w + 1 < waves:
