@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import itertools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from . import errors
 from .op_host import native, transport
+from .op_host.heap import HeapUnavailable, SharedMemoryHeap, SymmetricHeap
 from .op_host.layout import (
     CODE_DTYPES,
     DTYPE_CODES,
@@ -28,20 +27,9 @@ from .op_host.layout import (
     expert_ranges,
     window_layout,
 )
+from .op_host.meeting import Meeting
 from .op_host.tiling import PROTOCOLS, cpu_tiling, may_push
-from .op_host.window import (
-    WindowAddress,
-    WindowFile,
-    WindowServer,
-    boot_id,
-    create_window,
-    free_memory,
-    open_by_proc,
-    open_by_socket,
-)
 from .reference import CollectiveExchange
-
-T_ = TypeVar("T_")
 
 _numbers = itertools.count(1)
 _groups: weakref.WeakValueDictionary[str, EPGroup] = weakref.WeakValueDictionary()
@@ -92,45 +80,6 @@ class _Config:
     code_max: int | None
     first_epoch: int
     layout_version: int = LAYOUT_VERSION
-
-
-class _Meeting:
-    """All-gathers small objects between the ranks of a group while it is being made."""
-
-    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
-        self.process_group = process_group
-        self.rank = rank
-        self.world_size = world_size
-
-    def gather(self, value: T_) -> list[T_]:
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
-
-    def attempt(self, step: Callable[[], T_]) -> _Attempt[T_]:
-        """Runs a step that may fail on some ranks only; every rank hears of every failure."""
-        value, error = None, None
-        try:
-            value = step()
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
-        mine = "" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"
-        return _Attempt(value, error, [text for text in self.gather(mine) if text])
-
-
-@dataclass(frozen=True)
-class _Attempt(Generic[T_]):
-    """What a step gave on this rank, and who failed: the same list of sentences on every rank."""
-
-    value: T_ | None
-    error: Exception | None
-    failures: list[str]
-
-    @property
-    def why(self) -> str:
-        return "; ".join(self.failures)
 
 
 def _resolve(process_group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
@@ -206,6 +155,7 @@ class EPGroup:
         name: what operators call the group by, unique in this process.
         local_experts: range of the global ids of this rank's experts; num_local_experts is its length.
         transport: what was chosen and why.
+        heap: the windows; None where the transport has none, and once the group is closed.
     """
 
     def __init__(
@@ -230,10 +180,9 @@ class EPGroup:
     ) -> None:
         self._closed = False
         self._exchange: CollectiveExchange | None = None
-        self._window: native.MappedWindow | None = None
-        self._windows: list[native.MappedWindow] = []
+        self.heap: SymmetricHeap | None = None
         group, rank, world_size = _resolve(process_group)
-        meeting = _Meeting(group, rank, world_size)
+        meeting = Meeting(group, rank, world_size)
         self.rank, self.world_size = rank, world_size
 
         def checked() -> tuple[_Config, WindowLayout]:
@@ -284,23 +233,27 @@ class EPGroup:
 
     # ------------------------------------------------------------------------------------------------ making it
 
-    def _choose(self, meeting: _Meeting, config: _Config) -> transport.Transport:
+    def _choose(self, meeting: Meeting, config: _Config) -> transport.Transport:
         """Takes the first transport that every rank can have, and sets it up."""
         if config.transport == "collective":
             self._make_exchange(config)
             return transport.collective("asked for")
-        reason = self._make_windows(meeting, config)
-        if reason is None:
-            hosts = (
-                "one rank"
-                if meeting.world_size == 1
-                else f"all {meeting.world_size} ranks opened each other's windows"
-            )
-            return transport.cpu_shm(hosts)
-        if config.transport == "cpu-shm":
-            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: transport cpu-shm can't be had: {reason}")
-        self._make_exchange(config)
-        return transport.collective(f"windows can't be had: {reason}")
+        try:
+            heap = SharedMemoryHeap(meeting, self.layout)
+        except HeapUnavailable as unavailable:
+            if config.transport == "cpu-shm":
+                raise errors.TransportUnavailable(
+                    f"moe_a2a.EPGroup: transport cpu-shm can't be had: {unavailable}"
+                ) from None
+            self._make_exchange(config)
+            return transport.collective(f"windows can't be had: {unavailable}")
+        self._make_group(meeting, config, heap)
+        hosts = (
+            "one rank"
+            if meeting.world_size == 1
+            else f"all {meeting.world_size} ranks opened each other's windows"
+        )
+        return transport.cpu_shm(hosts)
 
     def _make_exchange(self, config: _Config) -> None:
         self._exchange = CollectiveExchange(
@@ -319,116 +272,27 @@ class EPGroup:
         )
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, self._exchange.close)
 
-    def _make_windows(self, meeting: _Meeting, config: _Config) -> str | None:
-        """Creates, opens and maps the windows. Returns why that can't be done here, None when it was done."""
-        hosts = meeting.gather((boot_id(), free_memory()))
-        neighbours = [free for boot, free in hosts if boot == hosts[self.rank][0]]
-        needed = self.layout.total_bytes * len(neighbours)
-        short = meeting.gather(needed > min(neighbours))
-        if any(short):
-            raise errors.OutOfMemory(
-                f"moe_a2a.EPGroup: the windows need {needed} bytes on this host ({len(neighbours)} ranks x "
-                f"{self.layout.total_bytes}), {min(neighbours)} bytes are free (rank {short.index(True)} says it isn't "
-                "enough). Lower max_tokens, max_recv_rows or depth; EPGroup.size_hint tells what they cost"
+    def _make_group(self, meeting: Meeting, config: _Config, heap: SharedMemoryHeap) -> None:
+        """Hands the windows to the C++ group."""
+        # Also at interpreter exit, so that peers hear of it at once. Registered first: closing no group is nothing.
+        self._finalizer = weakref.finalize(self, _end, self.name, heap)
+        done = meeting.attempt(
+            lambda: native.create_group(
+                self.name,
+                self.layout,
+                self.rank,
+                self._tiling,
+                heap.windows,
+                heap.pidfds,
+                int(config.timeout * 1e9),
+                int(config.warmup_timeout * 1e9),
+                config.first_epoch,
             )
-        made = meeting.attempt(lambda: create_window(self.layout, self.rank))
-        window = made.value
-        if made.failures:
-            if window is not None:
-                os.close(window.fd)
-            return made.why
-        assert window is not None
-        try:
-            return self._open_windows(meeting, config, window)
-        finally:
-            os.close(window.fd)  # mappings keep the memory; a descriptor is needed only to pass it on
-
-    def _open_windows(self, meeting: _Meeting, config: _Config, window: WindowFile) -> str | None:
-        addresses = meeting.gather(window.announce())
-        with contextlib.ExitStack() as stack:
-            fds: dict[int, int] = {}
-            pids: dict[int, int] = {}  # of peers, as this process sees them
-
-            def close_fds() -> None:
-                for fd in fds.values():
-                    os.close(fd)
-
-            stack.callback(close_fds)
-
-            def open_peers(opener: Callable[[int, WindowAddress], tuple[int, int]]) -> None:
-                for peer, address in enumerate(addresses):
-                    if peer != self.rank and peer not in fds:
-                        fds[peer], pids[peer] = opener(peer, address)
-
-            opened = meeting.attempt(
-                lambda: open_peers(lambda _, address: (open_by_proc(address), address.pid))
-            )
-            if opened.failures:
-                # The server's name is gathered by ranks that need none, too: each serves those who couldn't open it.
-                served = meeting.attempt(lambda: stack.enter_context(WindowServer(window)).address)
-                if served.failures:
-                    return served.why
-                servers = meeting.gather(served.value)
-                opened = meeting.attempt(
-                    lambda: open_peers(lambda peer, address: open_by_socket(address, str(servers[peer])))
-                )
-                if opened.failures:
-                    return opened.why
-
-            mapped: dict[int, native.MappedWindow] = {}
-            pidfds: dict[int, int] = {}
-
-            def close_pidfds() -> None:
-                for fd in pidfds.values():
-                    if fd >= 0:
-                        os.close(fd)
-
-            stack.callback(close_pidfds)
-
-            def map_own() -> None:
-                mapped[self.rank] = native.map_window(window.fd, window.size, fill=True)
-
-            def map_peers() -> None:
-                for peer, fd in fds.items():
-                    mapped[peer] = native.map_window(fd, window.size, fill=False)
-
-            def watch_peers() -> None:
-                for peer, pid in pids.items():
-                    pidfds[peer] = _pidfd(pid)
-
-            def make_group() -> None:
-                # Also at interpreter exit, so that peers hear of it at once. Registered first: closing no group is nothing.
-                self._finalizer = weakref.finalize(self, native.close_group, self.name)
-                native.create_group(
-                    self.name,
-                    self.layout,
-                    self.rank,
-                    self._tiling,
-                    [mapped[peer] for peer in range(self.world_size)],
-                    [pidfds.get(peer, -1) for peer in range(self.world_size)],
-                    int(config.timeout * 1e9),
-                    int(config.warmup_timeout * 1e9),
-                    config.first_epoch,
-                )
-
-            # First every rank fills its own window, then the others map it: pages that exist as huge ones are mapped as such.
-            for step in (map_own, map_peers, watch_peers, make_group):
-                done = meeting.attempt(step)
-                if done.failures:
-                    if hasattr(self, "_finalizer"):
-                        self._finalizer()
-                    memory = all(
-                        "OSError" in failure or "MemoryError" in failure for failure in done.failures
-                    )
-                    kind = (
-                        errors.OutOfMemory
-                        if memory and step in (map_own, map_peers)
-                        else errors.TransportUnavailable
-                    )
-                    raise kind(f"moe_a2a.EPGroup: setting the windows up failed: {done.why}")
-            self._window = mapped[self.rank]
-            self._windows = [mapped[peer] for peer in range(self.world_size)]
-        return None
+        )
+        if done.failures:
+            self._finalizer()
+            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: setting the windows up failed: {done.why}")
+        self.heap = heap
 
     # ------------------------------------------------------------------------------------------------- using it
 
@@ -562,8 +426,7 @@ class EPGroup:
         if self._closed:
             return
         self._closed = True
-        self._window = None
-        self._windows = []
+        self.heap = None
         if hasattr(self, "_finalizer"):
             self._finalizer()
 
@@ -602,16 +465,10 @@ def _names(dtypes: dict[torch.dtype, int]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where the kernel has none (before 5.3) or can't see it."""
-    if pid <= 0 or not hasattr(os, "pidfd_open"):
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        if error.errno == errno.ENOSYS:
-            return -1
-        raise  # no descriptors left, say: a rank that can't see deaths must not look like one that can
+def _end(name: str, heap: SymmetricHeap) -> None:
+    """Peers hear of the end first; then the memory may go."""
+    native.close_group(name)
+    heap.close()
 
 
 def _check_arguments(

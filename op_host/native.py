@@ -8,7 +8,7 @@ from __future__ import annotations
 import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch  # the library links against torch, which must be loaded first
 
@@ -42,6 +42,11 @@ class MappedWindow:
     def view(self) -> memoryview:
         """The window's bytes. The caller keeps the mapping alive."""
         return lib.view_window(self.address, self.size)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """As numpy takes it: uint8 [size], an array that keeps this object, and so the mapping, alive."""
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (self.address, False)}
 
 
 def map_window(fd: int, size: int, *, fill: bool, populate: bool = True) -> MappedWindow:
