@@ -20,6 +20,7 @@ token without terms gives +0.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -29,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -438,6 +439,9 @@ def dequantize_rows_reference(q_TH: Tensor, scales: Tensor) -> Tensor:
 # ============================================================================================================
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a group was created with: the bounds that the arguments of a call are checked against."""
@@ -447,6 +451,7 @@ class Limits:
     max_tokens: int
     hidden_size: int
     dtype: torch.dtype
+    device: torch.device = _CPU
 
     @property
     def row_bytes(self) -> int:
@@ -459,22 +464,28 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_tensor(
-    operation: str, name: str, value: object, shape: str, dtypes: Sequence[torch.dtype], rank: int
+    operation: str,
+    name: str,
+    value: object,
+    shape: str,
+    dtypes: Sequence[torch.dtype],
+    rank: int,
+    device: torch.device = _CPU,
 ) -> None:
-    """A strided CPU tensor of one of ``dtypes``, with the dimensions that ``shape`` names, e.g. ``"[T, H]"``.
+    """A strided tensor of one of ``dtypes`` on ``device``, with the dimensions that ``shape`` names, e.g. ``"[T, H]"``.
 
     Raises:
-        BadType: not a tensor, not on the CPU, not strided, another dtype.
+        BadType: not a tensor, on another device, not strided, another dtype.
         BadValue: another number of dimensions.
     """
     if not isinstance(value, Tensor):
         raise BadType(
             f"{operation}: {name} is a {type(value).__name__} on rank {rank}; expected a torch.Tensor {shape}"
         )
-    if value.device.type != "cpu" or value.layout != torch.strided:
+    if value.device != device or value.layout != torch.strided:
         raise BadType(
             f"{operation}: {name} is a {value.layout} tensor on {value.device} on rank {rank}; "
-            f"expected a torch.strided tensor on cpu; convert it with .to_dense() or .cpu()"
+            f"expected a torch.strided tensor on {device}; convert it with .to_dense() or .to({str(device)!r})"
         )
     if value.dtype not in dtypes:
         raise BadType(
@@ -554,10 +565,10 @@ def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Li
             the group's, and row counts or shapes that don't go together.
     """
     operation = "moe_a2a.dispatch"
-    check_tensor(operation, "x", x, "[T, H]", _FLOATS, rank)
-    check_tensor(operation, "topk_idx", topk_idx, "[T, K]", _IDS, rank)
+    check_tensor(operation, "x", x, "[T, H]", _FLOATS, rank, limits.device)
+    check_tensor(operation, "topk_idx", topk_idx, "[T, K]", _IDS, rank, limits.device)
     if topk_weights is not None:
-        check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank)
+        check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank, limits.device)
     assert isinstance(x, Tensor) and isinstance(topk_idx, Tensor)
     num_tokens, top_k = x.shape[0], topk_idx.shape[1]
     if topk_idx.shape[0] != num_tokens:
@@ -591,7 +602,7 @@ def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
         BadType, BadValue
     """
     operation = "moe_a2a.combine"
-    check_tensor(operation, "y", y, "[N, H]", _FLOATS, rank)
+    check_tensor(operation, "y", y, "[N, H]", _FLOATS, rank, limits.device)
     assert isinstance(y, Tensor)
     if len(y) != rows:
         raise BadValue(
@@ -601,7 +612,9 @@ def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
     check_row(operation, "y", y, limits, rank)
 
 
-def check_combine_weights(topk_weights: object, num_tokens: int, top_k: int, rank: int) -> None:
+def check_combine_weights(
+    topk_weights: object, num_tokens: int, top_k: int, rank: int, device: torch.device = _CPU
+) -> None:
     """topk_weights is None or [num_tokens, top_k] of a float dtype.
 
     Raises:
@@ -610,7 +623,7 @@ def check_combine_weights(topk_weights: object, num_tokens: int, top_k: int, ran
     if topk_weights is None:
         return
     operation = "moe_a2a.combine"
-    check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank)
+    check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank, device)
     assert isinstance(topk_weights, Tensor)
     if tuple(topk_weights.shape) != (num_tokens, top_k):
         raise BadValue(
@@ -727,7 +740,168 @@ def _unpack_rows(rows: Tensor, columns: Sequence[tuple[int, torch.dtype]]) -> li
     ]
 
 
-class CollectiveExchange:
+class Exchange(abc.ABC):
+    """dispatch and combine of a group whose calls Python makes; arguments, results and errors are those of
+    :class:`CollectiveExchange`. Here is what all of them know of their handles.
+
+    Attributes:
+        rank, world_size, depth: of the group.
+    """
+
+    _generations = itertools.count(1)  # tells the handles of one exchange from another's, in this process
+
+    def __init__(self, rank: int, world_size: int, depth: int, limits: Limits) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.depth = depth
+        self._limits = limits
+        self._experts = expert_ranges(limits.num_experts, world_size)
+        self._generation = next(self._generations)
+        self._epoch = 0  # n: dispatches started, the same on all ranks
+        self._open: dict[int, Tensor] = {}  # handles that may be combined by n, as dispatch made them
+
+    @abc.abstractmethod
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        routing: Tensor | None = None,
+        tag: int = 0,
+        pad_to: int = -1,
+        align: int = 1,
+        quant: int = 0,
+        gradients: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    @abc.abstractmethod
+    def combine(
+        self, y: Tensor | MoeA2AError, meta: Tensor, topk_weights: Tensor | None, pairs: bool = False
+    ) -> Tensor: ...
+
+    @abc.abstractmethod
+    def combine_again(self, y: Tensor, routing: Tensor, tag: int, pairs: bool) -> Tensor: ...
+
+    def begin_moe(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, tag: int, gradients: int
+    ) -> tuple[Tensor, Tensor]:
+        """The first half of a fused call: sends what is this rank's to send.
+
+        Returns:
+            rows: [N, H], where the experts' rows are after :meth:`arrive`. meta: the handle.
+        """
+        rows, _, _, meta = self.dispatch(x, topk_idx, None, None, tag, -1, 1, 0, gradients)
+        return rows, meta
+
+    def arrive(self, rows: Tensor, meta: Tensor) -> None:  # noqa: B027  nothing is late where dispatch brings all
+        """Waits until all rows of a fused call are there."""
+
+    @abc.abstractmethod
+    def abort(self, failure: Exception) -> None: ...
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, as ``EPGroup.stats`` describes them; {} where nothing is counted."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------------- handles
+
+    def _expire(self) -> None:
+        self._open = {n: meta for n, meta in self._open.items() if self._epoch - n < self.depth}
+
+    def _read_handle(self, operation: str, name: str, meta: object) -> HandleView:
+        """The handle of a dispatch of this exchange, open or not."""
+        if (
+            not isinstance(meta, Tensor)
+            or meta.dtype != torch.int64
+            or meta.dim() != 1
+            or meta.device.type != "cpu"
+            or not meta.is_contiguous()
+        ):
+            what = (
+                f"a {_shape(meta)} {meta.dtype} tensor"
+                if isinstance(meta, Tensor)
+                else f"a {type(meta).__name__}"
+            )
+            raise BadType(
+                f"{operation}: {name} is {what} on rank {self.rank}; expected the handle that dispatch returned"
+            )
+        try:
+            handle = HandleView(meta)
+            generation, rank = handle.generation, handle.rank
+        except (ValueError, IndexError) as error:
+            raise BadValue(
+                f"{operation}: {name} can't be read on rank {self.rank} ({error}); "
+                f"expected the handle that dispatch returned"
+            ) from error
+        if (generation, rank) != (self._generation, self.rank):
+            raise BadValue(
+                f"{operation}: {name} is of another group on rank {self.rank} (generation {generation}, "
+                f"rank {rank}; this group has generation {self._generation}); use it on the group it came from"
+            )
+        return handle
+
+    def _open_handle(self, meta: Tensor) -> HandleView:
+        operation = "moe_a2a.combine"
+        epoch = self._read_handle(operation, "handle", meta).epoch
+        if epoch not in self._open:
+            newer = self._epoch - epoch
+            why = (
+                f"{newer} newer dispatches have started and depth = {self.depth}; "
+                f"create the group with a larger depth"
+                if newer >= self.depth
+                else "it was combined already; a handle serves one combine"
+            )
+            raise HandleExpired(
+                f"{operation}: the handle of call {epoch} has expired on rank {self.rank}: {why}"
+            )
+        if not torch.equal(meta, self._open[epoch]):
+            raise BadValue(
+                f"{operation}: the handle of call {epoch} was written to after dispatch returned it on rank {self.rank}; "
+                f"leave it as it is"
+            )
+        return HandleView(self._open[epoch])
+
+    def _read_routing(self, meta: object) -> tuple[Tensor, HandleView]:
+        """The ids [T, K] of the dispatch whose handle this is, and the handle."""
+        operation = "moe_a2a.dispatch"
+        handle = self._read_handle(operation, "routing", meta)
+        changed = BadValue(
+            f"{operation}: routing is a handle that was written to after dispatch returned it, on rank {self.rank}; "
+            f"leave handles as they are"
+        )
+        limits, local = self._limits, self._experts[self.rank]
+        sizes = handle.num_tokens, handle.top_k, handle.world_size, handle.num_experts
+        most = limits.max_tokens, limits.top_k, self.world_size, limits.num_experts
+        if (
+            min(sizes) < 0
+            or any(size > limit for size, limit in zip(sizes, most, strict=True))
+            or sizes[2:] != most[2:]
+        ):
+            raise changed
+        assert isinstance(meta, Tensor)
+        first = handle_words(
+            num_tokens=handle.num_tokens,
+            top_k=handle.top_k,
+            world_size=self.world_size,
+            num_experts=limits.num_experts,
+            local_experts=len(local),
+        )
+        parts = (HandleWord.COUNTS, HandleWord.OFFSETS, HandleWord.MATRIX, HandleWord.EXPERT, HandleWord.ROW)
+        if [int(meta[part]) for part in parts] + [len(meta)] != first:
+            raise changed
+        topk_idx = handle.expert_TK.clone()
+        if len(topk_idx) and bool(((topk_idx < -1) | (topk_idx >= limits.num_experts)).any()):
+            raise changed
+        counts_E, _ = send_counts_reference(topk_idx, limits.num_experts)
+        if not torch.equal(counts_E.int(), handle.counts_RE[self.rank]):
+            raise changed
+        return topk_idx, handle
+
+
+class CollectiveExchange(Exchange):
     """The ``collective`` transport: dispatch and combine over torch.distributed where no memory is shared.
 
     Calls are collective: every rank makes the same calls in the same order, with any number of tokens. What
@@ -760,8 +934,6 @@ class CollectiveExchange:
     Raises:
         BadValue: a size that makes no sense, or rank and world_size that aren't the process group's.
     """
-
-    _generations = itertools.count(1)  # tells the handles of one exchange from another's, in this process
 
     def __init__(
         self,
@@ -808,17 +980,10 @@ class CollectiveExchange:
                     f"CollectiveExchange: rank, world_size = {(rank, world_size)}; "
                     f"expected the process group's own, {actual}"
                 )
-        self.rank = rank
-        self.world_size = world_size
-        self.depth = depth
-        self._limits = Limits(num_experts, top_k, max_tokens, hidden_size, dtype)
-        self._experts = expert_ranges(num_experts, world_size)
+        super().__init__(rank, world_size, depth, Limits(num_experts, top_k, max_tokens, hidden_size, dtype))
         self._process_group = process_group
         self._timeout = timeout
         self._next_timeout = warmup_timeout
-        self._generation = next(self._generations)
-        self._epoch = 0  # n: dispatches started, the same on all ranks
-        self._open: dict[int, Tensor] = {}  # handles that may be combined by n, as dispatch made them
         self._poisoned = ""
         self._closed = False
 
@@ -879,7 +1044,8 @@ class CollectiveExchange:
                 raise BadValue(f"moe_a2a.dispatch: {both} given on rank {self.rank}; expected one of them")
             ids_TK, digest = topk_idx, 0
             if routing is not None:
-                ids_TK, digest = self._read_routing(routing)
+                ids_TK, again = self._read_routing(routing)
+                digest = _digest(again.counts_RE, again.epoch)
             check_dispatch(x, ids_TK, topk_weights, self._limits, self.rank)
             check_options(pad_to, align, quant, self.rank)
             assert isinstance(ids_TK, Tensor)
@@ -1087,98 +1253,6 @@ class CollectiveExchange:
                 f"{operation}: the group is poisoned on rank {self.rank} by an earlier failure "
                 f"({self._poisoned}); close it and create a new one"
             )
-
-    def _expire(self) -> None:
-        self._open = {n: meta for n, meta in self._open.items() if self._epoch - n < self.depth}
-
-    def _read_handle(self, operation: str, name: str, meta: object) -> HandleView:
-        """The handle of a dispatch of this exchange, open or not."""
-        if (
-            not isinstance(meta, Tensor)
-            or meta.dtype != torch.int64
-            or meta.dim() != 1
-            or meta.device.type != "cpu"
-            or not meta.is_contiguous()
-        ):
-            what = (
-                f"a {_shape(meta)} {meta.dtype} tensor"
-                if isinstance(meta, Tensor)
-                else f"a {type(meta).__name__}"
-            )
-            raise BadType(
-                f"{operation}: {name} is {what} on rank {self.rank}; expected the handle that dispatch returned"
-            )
-        try:
-            handle = HandleView(meta)
-            generation, rank = handle.generation, handle.rank
-        except (ValueError, IndexError) as error:
-            raise BadValue(
-                f"{operation}: {name} can't be read on rank {self.rank} ({error}); "
-                f"expected the handle that dispatch returned"
-            ) from error
-        if (generation, rank) != (self._generation, self.rank):
-            raise BadValue(
-                f"{operation}: {name} is of another group on rank {self.rank} (generation {generation}, "
-                f"rank {rank}; this group has generation {self._generation}); use it on the group it came from"
-            )
-        return handle
-
-    def _open_handle(self, meta: Tensor) -> HandleView:
-        operation = "moe_a2a.combine"
-        epoch = self._read_handle(operation, "handle", meta).epoch
-        if epoch not in self._open:
-            newer = self._epoch - epoch
-            why = (
-                f"{newer} newer dispatches have started and depth = {self.depth}; "
-                f"create the group with a larger depth"
-                if newer >= self.depth
-                else "it was combined already; a handle serves one combine"
-            )
-            raise HandleExpired(
-                f"{operation}: the handle of call {epoch} has expired on rank {self.rank}: {why}"
-            )
-        if not torch.equal(meta, self._open[epoch]):
-            raise BadValue(
-                f"{operation}: the handle of call {epoch} was written to after dispatch returned it on rank {self.rank}; "
-                f"leave it as it is"
-            )
-        return HandleView(self._open[epoch])
-
-    def _read_routing(self, meta: object) -> tuple[Tensor, int]:
-        """The ids [T, K] of the dispatch whose handle this is, and the digest of its send-count matrix."""
-        operation = "moe_a2a.dispatch"
-        handle = self._read_handle(operation, "routing", meta)
-        changed = BadValue(
-            f"{operation}: routing is a handle that was written to after dispatch returned it, on rank {self.rank}; "
-            f"leave handles as they are"
-        )
-        limits, local = self._limits, self._experts[self.rank]
-        sizes = handle.num_tokens, handle.top_k, handle.world_size, handle.num_experts
-        most = limits.max_tokens, limits.top_k, self.world_size, limits.num_experts
-        if (
-            min(sizes) < 0
-            or any(size > limit for size, limit in zip(sizes, most, strict=True))
-            or sizes[2:] != most[2:]
-        ):
-            raise changed
-        assert isinstance(meta, Tensor)
-        first = handle_words(
-            num_tokens=handle.num_tokens,
-            top_k=handle.top_k,
-            world_size=self.world_size,
-            num_experts=limits.num_experts,
-            local_experts=len(local),
-        )
-        parts = (HandleWord.COUNTS, HandleWord.OFFSETS, HandleWord.MATRIX, HandleWord.EXPERT, HandleWord.ROW)
-        if [int(meta[part]) for part in parts] + [len(meta)] != first:
-            raise changed
-        topk_idx = handle.expert_TK.clone()
-        if len(topk_idx) and bool(((topk_idx < -1) | (topk_idx >= limits.num_experts)).any()):
-            raise changed
-        counts_E, _ = send_counts_reference(topk_idx, limits.num_experts)
-        if not torch.equal(counts_E.int(), handle.counts_RE[self.rank]):
-            raise changed
-        return topk_idx, _digest(handle.counts_RE, handle.epoch)
 
     def _check_sizes(self, headers: dict[int, _Header], counts_RE: Tensor, align: int) -> None:
         """Every rank gets as many rows as it asked for, and no more than int32 can number. All ranks decide alike.

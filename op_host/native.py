@@ -166,7 +166,9 @@ def raise_failure(
     if tell_peers is not None:
         try:
             # The text goes to C and to other processes.
-            tell_peers(failure_number(kind(reason)), reason.encode(errors="replace").decode().replace("\0", "?"))
+            tell_peers(
+                failure_number(kind(reason)), reason.encode(errors="replace").decode().replace("\0", "?")
+            )
         except RuntimeError as lost:
             raise_failure(lost)
     # What torch, or a Python check, says about an argument.

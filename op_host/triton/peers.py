@@ -164,7 +164,7 @@ class Peers:
         """This rank gives the group up, and tells every peer.
 
         Args:
-            reason: number of the error. text: what later calls say. who: the rank that was missing; this one when it is its own.
+            reason: number of the error. text: what later calls say. who: the rank that was missing; this one for its own part.
         """
         self._progress[ProgressWord.VERDICT] = reason
         if not self.poison:
@@ -227,8 +227,8 @@ class Peers:
             raise
         except BaseException as error:  # a signal's handler raised, say: peers mustn't wait for this rank
             text = (
-                f"{operation}, call {epoch} on rank {self.rank}: interrupted ({type(error).__name__}: {error}) while waiting for "
-                f"{rank_list(waiting)}. {_REMEDY}"
+                f"{operation}, call {epoch} on rank {self.rank}: interrupted ({type(error).__name__}: {error}) while waiting "
+                f"for {rank_list(waiting)}. {_REMEDY}"
             )
             self.lose(INTERRUPTED, text, self.rank, epoch, phase)
             raise

@@ -5,7 +5,7 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..layout import (
@@ -153,7 +153,7 @@ def _dtype(code: int) -> str:
 
 
 # Fields that all ranks have to agree on, in the order in which they are compared: what they are called, and how they read.
-_AGREE = {
+_AGREE: dict[str, tuple[str, Callable[[int], str]]] = {
     "generation": ("the generation of the windows", str),
     "epoch": ("the call number", str),
     "kind": ("the kind of call", lambda kind: _KINDS.get(kind, str(kind))),
@@ -191,7 +191,11 @@ def differs(mine: Record, theirs: Record, rank: int, peer: int, pull_bytes: int,
     if fused != (mine.mode == Mode.FUSED):
         calls = ("moe_a2a.moe", "dispatch") if fused else ("dispatch", "moe_a2a.moe")
         return f"the call is {calls[1]} on rank {rank} and {calls[0]} on rank {peer}"
-    if theirs.mode not in tuple(Mode) or (theirs.mode == Mode.PUSH and not layout.push) or theirs.flag_rows < 0:
+    if (
+        theirs.mode not in tuple(Mode)
+        or (theirs.mode == Mode.PUSH and not layout.push)
+        or theirs.flag_rows < 0
+    ):
         return (
             f"rank {peer}'s record asks for mode {theirs.mode} with {theirs.flag_rows} rows a flag, which rank {rank} doesn't "
             "know"
