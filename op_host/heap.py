@@ -65,7 +65,7 @@ class SymmetricHeap(Protocol):
     pidfds: list[int]
 
     def block(self, rank: int) -> torch.Tensor:
-        """uint8 [size], the block of ``rank``; it keeps the mapping alive."""
+        """uint8 [size], the block of ``rank``, to be used until the heap is closed (one of shared memory also later)."""
         ...
 
     def close(self) -> None:
