@@ -112,7 +112,7 @@ def send_counts_reference(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, T
     return counts_E, rearrange(slot, "(t k) -> t k", t=topk_idx.shape[0], k=topk_idx.shape[1]).int()
 
 
-def _quantize_rows(x: Tensor, quantize: str | None) -> tuple[Tensor, Tensor]:
+def quantized_rows(x: Tensor, quantize: str | None) -> tuple[Tensor, Tensor]:
     """[N, H] rows as they travel, and their float32 scales: [0] when they aren't quantised."""
     return (x, torch.empty(0)) if quantize is None else quantize_rows_reference(x, quantize)
 
@@ -217,7 +217,7 @@ def dispatch_reference(
     tokens_R = torch.tensor([len(x) for x in xs])
     first_R = tokens_R.cumsum(0) - tokens_R  # each rank's first row when the ranks' tokens are put together
     all_rows = torch.cat(list(xs))[first_R[pairs.source_N3[:, 0]] + pairs.source_N3[:, 1]]
-    all_rows, all_scales = _quantize_rows(all_rows, quantize)
+    all_rows, all_scales = quantized_rows(all_rows, quantize)
     all_weights = None
     if weights is not None:
         kept = [weights_TK[idx_TK >= 0] for weights_TK, idx_TK in zip(weights, idxs, strict=True)]
@@ -557,14 +557,20 @@ def check_options(pad_to: int, align: int, quant: int, rank: int) -> None:
         )
 
 
-def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Limits, rank: int) -> None:
+def check_dispatch(
+    x: object,
+    topk_idx: object,
+    topk_weights: object,
+    limits: Limits,
+    rank: int,
+    operation: str = "moe_a2a.dispatch",
+) -> None:
     """The arguments of dispatch are good: types first, then shapes, then limits, then the ids.
 
     Raises:
         BadType, BadValue: see :func:`check_tensor`, :func:`check_row`, :func:`check_ids`; also T or K above
             the group's, and row counts or shapes that don't go together.
     """
-    operation = "moe_a2a.dispatch"
     check_tensor(operation, "x", x, "[T, H]", _FLOATS, rank, limits.device)
     check_tensor(operation, "topk_idx", topk_idx, "[T, K]", _IDS, rank, limits.device)
     if topk_weights is not None:
@@ -595,13 +601,14 @@ def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Li
     check_ids(operation, topk_idx, limits.num_experts, rank)
 
 
-def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
+def check_combine_rows(
+    y: object, rows: int, limits: Limits, rank: int, operation: str = "moe_a2a.combine"
+) -> None:
     """y is [rows, H] of a float dtype and no wider than the group's row; H may be another than x's.
 
     Raises:
         BadType, BadValue
     """
-    operation = "moe_a2a.combine"
     check_tensor(operation, "y", y, "[N, H]", _FLOATS, rank, limits.device)
     assert isinstance(y, Tensor)
     if len(y) != rows:
@@ -613,7 +620,12 @@ def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
 
 
 def check_combine_weights(
-    topk_weights: object, num_tokens: int, top_k: int, rank: int, device: torch.device = _CPU
+    topk_weights: object,
+    num_tokens: int,
+    top_k: int,
+    rank: int,
+    device: torch.device = _CPU,
+    operation: str = "moe_a2a.combine",
 ) -> None:
     """topk_weights is None or [num_tokens, top_k] of a float dtype.
 
@@ -622,7 +634,6 @@ def check_combine_weights(
     """
     if topk_weights is None:
         return
-    operation = "moe_a2a.combine"
     check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank, device)
     assert isinstance(topk_weights, Tensor)
     if tuple(topk_weights.shape) != (num_tokens, top_k):
@@ -679,7 +690,7 @@ def _reason_text(error: Exception) -> bytes:
     return str(error).encode(errors="replace")[:_TEXT_BYTES]
 
 
-def _named(operation: str, error: Exception, rank: int) -> MoeA2AError:
+def named_error(operation: str, error: Exception, rank: int) -> MoeA2AError:
     """The error of this package for what a call met. Whoever gets one of these knows that the peers were told."""
     if isinstance(error, MoeA2AError):
         return error
@@ -746,6 +757,7 @@ class Exchange(abc.ABC):
 
     Attributes:
         rank, world_size, depth: of the group.
+        device: of the tensors it takes and returns.
     """
 
     _generations = itertools.count(1)  # tells the handles of one exchange from another's, in this process
@@ -754,6 +766,7 @@ class Exchange(abc.ABC):
         self.rank = rank
         self.world_size = world_size
         self.depth = depth
+        self.device = limits.device
         self._limits = limits
         self._experts = expert_ranges(limits.num_experts, world_size)
         self._generation = next(self._generations)
@@ -863,6 +876,17 @@ class Exchange(abc.ABC):
                 f"leave it as it is"
             )
         return HandleView(self._open[epoch])
+
+    def _routing_of(
+        self, topk_idx: Tensor | None, routing: Tensor | None
+    ) -> tuple[Tensor | None, HandleView | None]:
+        """The ids of a dispatch, and the handle whose routing is used again."""
+        if (topk_idx is None) == (routing is None):
+            both = (
+                "both topk_idx and routing are" if routing is not None else "neither topk_idx nor routing is"
+            )
+            raise BadValue(f"moe_a2a.dispatch: {both} given on rank {self.rank}; expected one of them")
+        return (topk_idx, None) if routing is None else self._read_routing(routing)
 
     def _read_routing(self, meta: object) -> tuple[Tensor, HandleView]:
         """The ids [T, K] of the dispatch whose handle this is, and the handle."""
@@ -1035,22 +1059,13 @@ class CollectiveExchange(Exchange):
         header = _Header(_DISPATCH, epoch=self._epoch)
         counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
         try:
-            if (topk_idx is None) == (routing is None):
-                both = (
-                    "both topk_idx and routing are"
-                    if routing is not None
-                    else "neither topk_idx nor routing is"
-                )
-                raise BadValue(f"moe_a2a.dispatch: {both} given on rank {self.rank}; expected one of them")
-            ids_TK, digest = topk_idx, 0
-            if routing is not None:
-                ids_TK, again = self._read_routing(routing)
-                digest = _digest(again.counts_RE, again.epoch)
+            ids_TK, again = self._routing_of(topk_idx, routing)
+            digest = 0 if again is None else _digest(again.counts_RE, again.epoch)
             check_dispatch(x, ids_TK, topk_weights, self._limits, self.rank)
             check_options(pad_to, align, quant, self.rank)
             assert isinstance(ids_TK, Tensor)
             counts_E, slot_TK = send_counts_reference(ids_TK, self._limits.num_experts)
-            rows_TH, scales_T = _quantize_rows(x.detach(), QUANT_NAMES.get(quant))
+            rows_TH, scales_T = quantized_rows(x.detach(), QUANT_NAMES.get(quant))
             parts = [rows_TH, scales_T[:, None] if quant == 1 else scales_T][: 1 + (quant > 0)]
             send = _pack_rows(parts, ids_TK, topk_weights)
             header = header._replace(
@@ -1065,7 +1080,7 @@ class CollectiveExchange(Exchange):
                 gradients=gradients,
             )
         except Exception as error:  # whatever stops this rank, its peers must hear of it
-            failure = _named("moe_a2a.dispatch", error, self.rank)
+            failure = named_error("moe_a2a.dispatch", error, self.rank)
         with self._in_step():
             headers, counts_RE, reasons = self._exchange_records(header, counts_E, failure)
         if failure is not None:
@@ -1117,7 +1132,7 @@ class CollectiveExchange(Exchange):
                 gradients=functools.reduce(operator.or_, (h.gradients for h in headers.values())),
             )
         except Exception as error:  # no memory for padding, say: this rank's own affair
-            raise _named("moe_a2a.dispatch", error, self.rank) from error
+            raise named_error("moe_a2a.dispatch", error, self.rank) from error
         self._open[self._epoch] = meta.clone()
         # Copies: an operator's outputs must not be views.
         return arrays[0].clone(), weights_N.clone(), scales[:, 0] if quant == 1 else scales, meta
@@ -1175,7 +1190,7 @@ class CollectiveExchange(Exchange):
         except HandleExpired:
             raise
         except Exception as error:  # as in dispatch
-            failure = _named("moe_a2a.combine", error, self.rank)
+            failure = named_error("moe_a2a.combine", error, self.rank)
         self._open.pop(header.handle, None)
         with self._in_step():
             no_counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
