@@ -140,7 +140,8 @@ class EPGroup:
             16 MiB of rows where that is more. What doesn't fit goes in waves, which cost time but drop nothing.
         depth: handles open at once, at least 2: a handle can be combined while fewer than ``depth`` newer dispatches have
             started. As many asynchronous dispatches can be under way.
-        transport: "auto", "cpu-shm" (windows in shared memory, one host) or "collective" (torch.distributed).
+        transport: "auto", "cpu-shm" (windows in shared memory, one host), "cuda" or "hip" (in the memory of GPUs that reach
+            each other) or "collective" (torch.distributed). `moe_a2a.op_host.transport.probe()` says what stands against each.
         timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
@@ -251,6 +252,12 @@ class EPGroup:
         if config.transport == "collective":
             self._make_exchange(config)
             return transport.collective("asked for")
+        if config.transport in ("cuda", "hip"):
+            reasons = meeting.gather(transport.missing(config.transport) or "EPGroup has no launcher for it")
+            raise errors.TransportUnavailable(
+                f"moe_a2a.EPGroup: transport {config.transport} can't be had: "
+                + "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
+            )
         try:
             heap = SharedMemoryHeap(meeting, self.layout)
         except HeapUnavailable as unavailable:

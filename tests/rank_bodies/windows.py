@@ -123,6 +123,17 @@ def collective_asked_for(ctx: RankContext) -> None:
     assert x.shape == (3, 33) and x.dtype == torch.float32
 
 
+def gpu_asked_for(ctx: RankContext, name: str) -> str:
+    """A transport that isn't here is refused by all ranks, with each one's reason; the ranks can go on with another."""
+    try:
+        ctx.fresh_group(**SIZES, transport=name)
+        raise AssertionError(f"{name} was promised")
+    except errors.TransportUnavailable as error:
+        text = str(error)
+    check_step(ctx, ctx.fresh_group(**SIZES))
+    return text
+
+
 def device_mesh(ctx: RankContext) -> None:
     """A one-dimensional mesh is a group; a two-dimensional one is asked for its dimension."""
     ranks = torch.arange(ctx.world_size)
