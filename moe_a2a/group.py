@@ -145,7 +145,7 @@ class EPGroup:
         timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
-        kernels: what moves this rank's rows: "cpu" (C++), "triton" (Triton kernels, which need a GPU, an NPU, or for CPU tensors
+        kernels: what moves this rank's rows: "cpu" (C++), "triton" (Triton kernels, which for CPU tensors need
             TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++. May differ between ranks. A group
             with a Triton rank has the portable format and the memory for pushing; a Triton rank always pushes.
         protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto": by size, as the table in
@@ -279,7 +279,7 @@ class EPGroup:
         return replace(
             transport.cpu_shm(f"{hosts}; {self._launcher.explain()}"),
             semantics="one-sided put + signal",
-            submitter=f"Triton kernels ({self._launcher.target.name})",
+            submitter=f"Triton kernels ({self._launcher.machine.name})",
         )
 
     def _make_exchange(self, config: _Config) -> None:
@@ -457,7 +457,10 @@ class EPGroup:
         protocol: str = "auto",
         kernels: str = "auto",
     ) -> SizeHint:
-        """Bytes of shared memory that each rank of such a group takes; makes nothing. ``kernels``: "triton" if any rank's are."""
+        """Bytes of shared memory that each rank of such a group takes; makes nothing.
+
+        ``kernels`` is "triton" if those of any rank are.
+        """
         _, layout = _check_arguments(
             0,
             world_size,
@@ -625,8 +628,8 @@ def _check_arguments(
         for name, (value, allowed) in asked.items():
             if value not in allowed:
                 raise errors.BadValue(
-                    f"moe_a2a.EPGroup: {name} = {value!r} {where}, and rank {triton_ranks[0]} has kernels = 'triton'; a group with a "
-                    f"Triton rank needs {name} to be one of {', '.join(map(repr, allowed))}"
+                    f"moe_a2a.EPGroup: {name} = {value!r} {where}, and rank {triton_ranks[0]} has kernels = 'triton'; a "
+                    f"group with a Triton rank needs {name} to be one of {', '.join(map(repr, allowed))}"
                 )
     formats = {
         "auto": Format.PORTABLE if triton_ranks else Format.COMPACT,

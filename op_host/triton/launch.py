@@ -15,37 +15,52 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import TransportUnavailable
+from ..tiling import TARGETS, Phase, Target, device_cores, row_tile, target_of
 
 
 @dataclass(frozen=True)
-class Target:
+class Machine:
     """What kernels run on, as far as they are launched differently.
 
     Attributes:
-        name: "interpreter", "gpu" or "ascend".
+        name: "interpreter", or the line of ``tiling.TARGETS``.
+        memories: that line; None for the interpreter, which has as much as it wants.
         programs: how many run at once, so that one may wait for another; the most that are launched.
-        sys: flags are atomics of system scope.
+        gpu: flags are atomics of system scope there, and a division has to be asked to be exact.
         rounds: a cast from float32 to bfloat16 truncates.
         polls: how often a kernel looks at a code before it returns to the host.
-        rows, columns: the most rows and columns that move together.
     """
 
     name: str
+    memories: Target | None
     programs: int
-    sys: bool
+    gpu: bool
     rounds: bool
     polls: int
-    rows: int = 16
-    columns: int = 4096
+
+    def tile(self, phase: Phase, hidden: int, itemsize: int, rows: int) -> tuple[int, int]:
+        """(rows, columns) that move, or are summed, together."""
+        if self.memories is None:
+            return 16, min(1 << (hidden - 1).bit_length(), 4096)
+        return row_tile(self.memories, phase, hidden=hidden, itemsize=itemsize, rows=rows)
 
 
-INTERPRETER = Target("interpreter", programs=1, sys=False, rounds=True, polls=16)
+INTERPRETER = Machine("interpreter", None, programs=1, gpu=False, rounds=True, polls=16)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What runs the kernels for tensors of a device. Raises ValueError where nothing is known of it."""
+    if device.type == "cpu":
+        return INTERPRETER
+    name = target_of(device)
+    memories = TARGETS[name]
+    return Machine(name, memories, device_cores(device), not memories.ascend, rounds=False, polls=1 << 16)
 
 
 class Launcher(Protocol):
     """Runs kernels; the native lane of the tests has one that runs them compiled for x86."""
 
-    target: Target
+    machine: Machine
 
     def explain(self) -> str:
         """What runs kernels, and how, for people."""
@@ -67,15 +82,17 @@ class TritonLauncher:
         launches: how often each kernel was launched.
     """
 
-    def __init__(self, target: Target, device: torch.device) -> None:
-        self.target, self._device = target, device
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        self.machine, self._device = machine, device
         self.launches: Counter[str] = Counter()
         # The rule of combine: multiply, then add, each rounded.
-        self._options: dict[str, Any] = {"enable_fp_fusion": False} if target.name == "gpu" else {}
+        self._options: dict[str, Any] = {"enable_fp_fusion": False} if machine.gpu else {}
+        if machine.memories is not None and machine.memories.warps:
+            self._options["num_warps"] = machine.memories.warps
 
     def explain(self) -> str:
-        target = self.target
-        return f"rows moved by Triton kernels on {target.name}, at most {target.programs} programs a launch"
+        machine = self.machine
+        return f"rows moved by Triton kernels on {machine.name}, at most {machine.programs} programs a launch"
 
     def launch(self, kernel: Any, programs: int, args: dict[str, Any], constants: dict[str, Any]) -> None:
         with self._on_device():
@@ -95,6 +112,7 @@ def kernels() -> ModuleType:
         TransportUnavailable: Triton isn't installed.
     """
     try:
+        importlib.import_module("moe_a2a.op_kernel.triton.catalogue")  # and so every kernel
         return importlib.import_module("moe_a2a.op_kernel.triton")
     except ImportError as error:
         raise TransportUnavailable(
@@ -109,18 +127,15 @@ def launcher_for(device: torch.device) -> TritonLauncher:
         TransportUnavailable: they can't be, with what to do.
     """
     kernels()
-    if device.type == "cpu":
-        if not _interpreted():
-            raise TransportUnavailable(
-                "kernels = \"triton\" with CPU tensors needs Triton's interpreter, which wasn't on when triton was imported; "
-                'set TRITON_INTERPRET=1 in the environment before Python starts, or use kernels = "cpu"'
-            )
-        return TritonLauncher(INTERPRETER, device)
-    if device.type == "cuda":
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
-        return TritonLauncher(Target("gpu", cores, sys=True, rounds=False, polls=1 << 16), device)
-    cores = _vector_cores()
-    return TritonLauncher(Target("ascend", cores, sys=False, rounds=False, polls=1 << 16), device)
+    if device.type == "cpu" and not _interpreted():
+        raise TransportUnavailable(
+            "kernels = \"triton\" with CPU tensors needs Triton's interpreter, which wasn't on when triton was imported; "
+            'set TRITON_INTERPRET=1 in the environment before Python starts, or use kernels = "cpu"'
+        )
+    try:
+        return TritonLauncher(machine_of(device), device)
+    except ValueError as error:
+        raise TransportUnavailable(f'kernels = "triton": {error}') from error
 
 
 def _interpreted() -> bool:
@@ -129,10 +144,3 @@ def _interpreted() -> bool:
 
     record = importlib.import_module("moe_a2a.op_kernel.triton.record")
     return isinstance(record.publish, InterpretedFunction)
-
-
-def _vector_cores() -> int:
-    from triton.runtime import driver
-
-    device = driver.active.get_current_device()
-    return int(driver.active.utils.get_device_properties(device)["num_vectorcore"])

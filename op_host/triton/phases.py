@@ -25,6 +25,7 @@ from ..layout import (
     align_up,
 )
 from ..quant import QUANT_DTYPES, QUANT_NAMES, scales_shape
+from ..tiling import Phase
 from .launch import Launcher, kernels
 from .peers import release
 from .record import Cell, Record, RowForm
@@ -35,6 +36,7 @@ _WORK_WORDS = 8
 _STATE_WORDS = 8
 _CALL_WORDS = 8
 _CLEARED_AT_ONCE = 1024  # int32
+_FLAG_ROWS = 16  # rows that share a flag where this rank pushes
 
 
 def _power(value: int, least: int = 1) -> int:
@@ -108,7 +110,7 @@ class Phases:
         self._own, self._device = own, own.device
         self._windows = torch.tensor(heap.addresses, dtype=torch.int64, device=self._device)
         self._params = torch.tensor(layout.params(), dtype=torch.int64, device=self._device)
-        self._target = launcher.target
+        self._machine = launcher.machine
 
     def close(self) -> None:
         """Lets go of the windows."""
@@ -120,7 +122,7 @@ class Phases:
 
     def flag_rows(self, fused: bool) -> int:
         """Rows that share a flag where this rank pushes."""
-        return 0 if fused else self._target.rows
+        return 0 if fused else _FLAG_ROWS
 
     # ------------------------------------------------------------------------------------------------- launching
 
@@ -130,17 +132,17 @@ class Phases:
         ``args`` may be given in any order; windows, layout, me, program0, programs, polls and SYS are added where a kernel has
         them.
         """
-        programs = max(1, min(items, self._target.programs))
+        programs = max(1, min(items, self._machine.programs))
         common = {
             "windows": self._windows,
             "layout": self._params,
             "me": self._rank,
             "program0": 0,
             "programs": programs,
-            "polls": self._target.polls,
-            "SYS": self._target.sys,
-            "GPU": self._target.name == "gpu",
-            "ROUND": self._target.rounds,
+            "polls": self._machine.polls,
+            "SYS": self._machine.gpu,
+            "GPU": self._machine.gpu,
+            "ROUND": self._machine.rounds,
             "R": self._ranks,
         }
         given = {**common, **args, **constants}
@@ -150,7 +152,7 @@ class Phases:
 
     def _state(self, items: int) -> Tensor:
         """int32 [programs, 8]: what a kernel that polls leaves behind, for the next launch of it."""
-        return self._zeros(max(1, min(items, self._target.programs)), _STATE_WORDS)
+        return self._zeros(max(1, min(items, self._machine.programs)), _STATE_WORDS)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -165,8 +167,10 @@ class Phases:
             state[:, 0] = 0
         return errors
 
-    def _tile(self, columns: int) -> dict[str, int]:
-        return {"BR": self._target.rows, "BH": min(_power(columns), self._target.columns)}
+    def _tile(self, phase: Phase, rows: Tensor) -> dict[str, int]:
+        """BR and BH for rows like those of [*, H]."""
+        tile = self._machine.tile(phase, rows.shape[1], rows.element_size(), _FLAG_ROWS)
+        return {"BR": tile[0], "BH": tile[1]}
 
     def _work(self, rank_M: Tensor, runs: Runs, out_M: Tensor | None = None) -> Tensor:
         """int32 [M, 8], the WORK words; ``rank_M``: the other rank of each piece."""
@@ -194,7 +198,9 @@ class Phases:
 
     def clear(self, call: Tensor) -> None:
         """Zeroes the codes of the call's slot in the own window, if they are of the lap before."""
-        self._launch(self._kernels.begin.clear, self._target.programs, {"call": call}, BLOCK=_CLEARED_AT_ONCE)
+        self._launch(
+            self._kernels.begin.clear, self._machine.programs, {"call": call}, BLOCK=_CLEARED_AT_ONCE
+        )
 
     def publish(self, call: Tensor, header: Sequence[int], payload: Tensor | Sequence[int] | None) -> None:
         """Writes this rank's record into every window.
@@ -248,7 +254,7 @@ class Phases:
             FUSED=fused,
             QUANT=source.quant,
             WEIGHTED=source.weights_P is not None,
-            **self._tile(hidden),
+            **self._tile("quantise" if source.quant else "copy", source.x),
         )
 
     def _outputs(
@@ -271,7 +277,7 @@ class Phases:
             "SCALES": source.scales,
             "SCALES_P": _power(source.scales),
             "WEIGHTED": weights is not None,
-            **self._tile(hidden),
+            **self._tile("copy", out),
         }
         return args, constants
 
@@ -417,7 +423,7 @@ class Phases:
 
         def attempt(missing: set[int]) -> set[int]:
             items = max(len(runs), self._ranks)
-            self._launch(self._kernels.give.give, items, args, H=y.shape[1], **self._tile(y.shape[1]))
+            self._launch(self._kernels.give.give, items, args, H=y.shape[1], **self._tile("copy", y))
             return missing if self._errors(state) else set()
 
         return attempt
@@ -458,7 +464,7 @@ class Phases:
                 "stride": self._z_stride(y),
             },
             H=y.shape[1],
-            **self._tile(y.shape[1]),
+            **self._tile("copy", y),
         )
         assert not self._errors(state), "cells that were here have gone"
 
@@ -479,6 +485,7 @@ class Phases:
         if terms == 0:
             return out.zero_()
         tl = self._kernels.combine.tl
+        tile = self._machine.tile("sum", hidden, y.element_size(), rows)
         state = self._state(max(rows, 1))
         if rows:
             self._launch(
@@ -500,8 +507,8 @@ class Phases:
                 WEIGHTED=weights is not None,
                 FETCHED=True,
                 ACC=tl.float64 if y.dtype == torch.float64 else tl.float32,
-                BT=self._target.rows,
-                BH=min(_power(hidden), self._target.columns),
+                BT=tile[0],
+                BH=tile[1],
             )
         return out.view(tokens, top_k * hidden) if separate else out
 
