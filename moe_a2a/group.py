@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,10 @@ from .op_host.layout import (
 )
 from .op_host.meeting import Meeting
 from .op_host.tiling import PROTOCOLS, cpu_tiling, may_push
-from .reference import CollectiveExchange
+from .reference import CollectiveExchange, Exchange, Limits
+
+if TYPE_CHECKING:
+    from .op_host.triton.launch import Launcher
 
 _numbers = itertools.count(1)
 _groups: weakref.WeakValueDictionary[str, EPGroup] = weakref.WeakValueDictionary()
@@ -142,6 +145,9 @@ class EPGroup:
         timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
+        kernels: what moves this rank's rows: "cpu" (C++), "triton" (Triton kernels, which for CPU tensors need
+            TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++. May differ between ranks. A group
+            with a Triton rank has the portable format and the memory for pushing; a Triton rank always pushes.
         protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto": by size, as the table in
             ``op_host/tiling.py`` says, which on a CPU is pull at every size. Push needs more memory; asynchronous dispatches
             pull in any case.
@@ -156,6 +162,7 @@ class EPGroup:
         name: what operators call the group by, unique in this process.
         local_experts: range of the global ids of this rank's experts; num_local_experts is its length.
         transport: what was chosen and why.
+        kernels: "cpu" or "triton".
         heap: the windows; None where the transport has none, and once the group is closed.
     """
 
@@ -175,18 +182,22 @@ class EPGroup:
         warmup_timeout: float = 3600.0,
         record_format: str = "auto",
         protocol: str = "auto",
+        kernels: str = "auto",
         _code_max: int | None = None,
         _first_epoch: int = 1,
         _tiling: dict[str, int] | None = None,
     ) -> None:
         self._closed = False
-        self._exchange: CollectiveExchange | None = None
+        self._exchange: Exchange | None = None
         self.heap: SymmetricHeap | None = None
         group, rank, world_size = _resolve(process_group)
         meeting = Meeting(group, rank, world_size)
         self.rank, self.world_size = rank, world_size
+        self._launcher: Launcher | None = None
+        triton_ranks = [peer for peer, kind in enumerate(meeting.gather(kernels)) if kind == "triton"]
 
         def checked() -> tuple[_Config, WindowLayout]:
+            self._launcher = _check_kernels(kernels, rank)
             return _check_arguments(
                 rank,
                 world_size,
@@ -204,6 +215,7 @@ class EPGroup:
                 protocol=protocol,
                 code_max=_code_max,
                 first_epoch=_first_epoch,
+                triton_ranks=triton_ranks,
             )
 
         check = meeting.attempt(checked)
@@ -226,6 +238,7 @@ class EPGroup:
         digest = hashlib.blake2b(repr((config, rank, world_size)).encode(), digest_size=4).hexdigest()
         self.name = f"moe_a2a.{next(_numbers)}.rank{rank}of{world_size}.{digest}"
         self.layout = layout
+        self.kernels = "cpu" if self._launcher is None else "triton"
         self.protocol = config.protocol
         self._tiling = replace(cpu_tiling(world_size, protocol=protocol), **(_tiling or {}))
         self.process_group = group
@@ -254,13 +267,20 @@ class EPGroup:
                 ) from None
             self._make_exchange(config)
             return transport.collective(f"windows can't be had: {unavailable}")
-        self._make_group(meeting, config, heap)
         hosts = (
             "one rank"
             if meeting.world_size == 1
             else f"all {meeting.world_size} ranks opened each other's windows"
         )
-        return transport.cpu_shm(hosts)
+        if self._launcher is None:
+            self._make_group(meeting, config, heap)
+            return transport.cpu_shm(hosts)
+        self._make_triton(meeting, config, heap, self._launcher)
+        return replace(
+            transport.cpu_shm(f"{hosts}; {self._launcher.explain()}"),
+            semantics="one-sided put + signal",
+            submitter=f"Triton kernels ({self._launcher.machine.name})",
+        )
 
     def _make_exchange(self, config: _Config) -> None:
         self._exchange = CollectiveExchange(
@@ -278,6 +298,44 @@ class EPGroup:
             warmup_timeout=config.warmup_timeout,
         )
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, self._exchange.close)
+
+    def _make_triton(
+        self, meeting: Meeting, config: _Config, heap: SymmetricHeap, launcher: Launcher
+    ) -> None:
+        """Hands the windows to a Triton rank's exchange."""
+        # Triton is imported only where it is asked for.
+        from .op_host.triton.exchange import TritonExchange
+        from .op_host.triton.phases import Phases
+
+        limits = Limits(
+            self.num_experts,
+            self.top_k,
+            self.max_tokens,
+            self.hidden_size,
+            self.dtype,
+            heap.block(self.rank).device,
+        )
+
+        def make() -> TritonExchange:
+            return TritonExchange(
+                self.layout,
+                heap,
+                limits,
+                Phases(self.layout, heap, launcher),
+                name=self.name,
+                timeout=config.timeout,
+                warmup_timeout=config.warmup_timeout,
+                first_epoch=config.first_epoch,
+            )
+
+        made = meeting.attempt(make)
+        if made.value is not None:
+            self._exchange, self.heap = made.value, heap
+            self._finalizer = weakref.finalize(self, made.value.close)
+        if made.failures:
+            if made.value is not None:
+                made.value.close()
+            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: setting the windows up failed: {made.why}")
 
     def _make_group(self, meeting: Meeting, config: _Config, heap: SharedMemoryHeap) -> None:
         """Hands the windows to the C++ group."""
@@ -334,7 +392,7 @@ class EPGroup:
                 f"moe_a2a.EPGroup.empty: dtype = {dtype}; expected one of {_names(DTYPE_CODES)}"
             )
         if self._exchange is not None:
-            return torch.empty(num_tokens, hidden, dtype=dtype, device="cpu")
+            return torch.empty(num_tokens, hidden, dtype=dtype, device=self._exchange.device)
         try:
             return torch.ops.moe_a2a.window_x.default(num_tokens, hidden, code, self.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -352,11 +410,12 @@ class EPGroup:
             copied: ``dispatch_in`` and ``combine_in`` into its own window, ``dispatch_push`` and ``combine_push`` into
             windows of others, ``dispatch_out`` and ``combine_out`` into results; a fused call's own rows, which go to where
             they are computed, and what it keeps for backward are ``dispatch_out``); ``wait_seconds`` (list by rank, time spent
-            waiting for each peer). The collective transport counts nothing of this and returns {}.
+            waiting for each peer); on a Triton rank ``launches`` (of each kernel, by name), and ``expert_order`` is empty. The
+            collective transport counts nothing of this and returns {}.
         """
         self._check_open("moe_a2a.EPGroup.stats")
         if self._exchange is not None:
-            return {}
+            return self._exchange.stats()
         stats = native.group_stats(self.name)
         matrix = torch.tensor(stats.matrix, dtype=torch.int32, device="cpu").view(
             self.world_size, self.num_experts
@@ -396,8 +455,12 @@ class EPGroup:
         depth: int = 2,
         record_format: str = "auto",
         protocol: str = "auto",
+        kernels: str = "auto",
     ) -> SizeHint:
-        """Bytes of shared memory that each rank of such a group takes; makes nothing."""
+        """Bytes of shared memory that each rank of such a group takes; makes nothing.
+
+        ``kernels`` is "triton" if those of any rank are.
+        """
         _, layout = _check_arguments(
             0,
             world_size,
@@ -415,6 +478,7 @@ class EPGroup:
             protocol=protocol,
             code_max=None,
             first_epoch=1,
+            triton_ranks=[0] if kernels == "triton" else [],
         )
         return SizeHint(layout.total_bytes, layout.regions(), layout)
 
@@ -478,6 +542,25 @@ def _end(name: str, heap: SymmetricHeap) -> None:
     heap.close()
 
 
+KERNELS = ("auto", "cpu", "triton")
+
+
+def _check_kernels(kernels: str, rank: int) -> Launcher | None:
+    """What launches this rank's kernels; None for C++."""
+    if kernels not in KERNELS:
+        raise errors.BadValue(
+            f"moe_a2a.EPGroup: kernels = {kernels!r} on rank {rank}; expected one of {', '.join(KERNELS)}"
+        )
+    if kernels != "triton":
+        return None
+    from .op_host.triton.launch import launcher_for
+
+    try:
+        return launcher_for(torch.device("cpu"))
+    except errors.TransportUnavailable as error:
+        raise errors.TransportUnavailable(f"moe_a2a.EPGroup: on rank {rank}, {error}") from error
+
+
 def _check_arguments(
     rank: int,
     world_size: int,
@@ -496,6 +579,7 @@ def _check_arguments(
     protocol: str,
     code_max: int | None,
     first_epoch: int,
+    triton_ranks: list[int],
 ) -> tuple[_Config, WindowLayout]:
     where = f"on rank {rank}"
 
@@ -535,8 +619,20 @@ def _check_arguments(
         raise errors.BadValue(
             f"moe_a2a.EPGroup: protocol = {protocol!r} {where}; expected one of {', '.join(PROTOCOLS)}"
         )
+    if triton_ranks:
+        asked = {
+            "record_format": (record_format, ("auto", "portable")),
+            "protocol": (protocol, ("auto", "push")),
+            "transport": (transport_name, ("auto", "cpu-shm")),
+        }
+        for name, (value, allowed) in asked.items():
+            if value not in allowed:
+                raise errors.BadValue(
+                    f"moe_a2a.EPGroup: {name} = {value!r} {where}, and rank {triton_ranks[0]} has kernels = 'triton'; a "
+                    f"group with a Triton rank needs {name} to be one of {', '.join(map(repr, allowed))}"
+                )
     formats = {
-        "auto": Format.COMPACT,
+        "auto": Format.PORTABLE if triton_ranks else Format.COMPACT,
         "compact": Format.COMPACT,
         "portable": Format.PORTABLE,
         "line": Format.LINE,
@@ -560,7 +656,7 @@ def _check_arguments(
             recv_rows=recv_rows,
             slots=depth,
             record_format=formats[record_format],
-            push=may_push(protocol),
+            push=bool(triton_ranks) or may_push(protocol),
             code_max=code_max,
         )
     except ValueError as error:

@@ -152,7 +152,7 @@ def _phases(target: str, size: Size) -> Iterator[Variant]:
     gpu = target == "gpu"
     moved = {"H": size.H, "BR": size.BR, "BH": size.BH}
     words = {"R": size.R, "WORDS": size.E, "WORDS_P": power_of_two(size.E, 8), "SYS": gpu}
-    one_row = {"SCALES": 0, "SCALES_P": 1, "WEIGHTED": True}
+    one_row = {"SCALES": 0, "SCALES_P": 1, "WEIGHTED": True, "FUSED": False}
     summed = {
         "R": size.R,
         "K": size.K,
@@ -203,7 +203,7 @@ def _phases(target: str, size: Size) -> Iterator[Variant]:
     for name, scales in (("int8", 1), ("fp8", -(-size.H // 128))):
         scaled = {**one_row, "SCALES": scales, "SCALES_P": power_of_two(scales)}
         yield variant(f"take-{name}", take, {**moved, **scaled, "SYS": gpu}, spins=1, out="*i8")
-    yield variant("pull", pull, {**moved, **one_row})
+    yield variant("pull", pull, {**moved, "SCALES": 0, "SCALES_P": 1, "WEIGHTED": True})
     yield variant("give", give, {**moved, "R": size.R, "SYS": gpu}, spins=1, signals=1)
     yield variant("fetch", fetch, {**moved, "R": size.R, "SYS": gpu}, spins=1)
     yield variant("combine", combine, summed, spins=1)

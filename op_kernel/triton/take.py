@@ -19,6 +19,8 @@ from .words import (
     AT_TOKEN_LIST_SLOT_STRIDE,
     AT_WEIGHT,
     AT_WEIGHT_SLOT_STRIDE,
+    AT_Y,
+    AT_Y_SLOT_STRIDE,
     CALL_CODE,
     CALL_RECORD_SLOT,
     CALL_SLOT,
@@ -91,6 +93,7 @@ def take(
     SCALES: tl.constexpr,
     SCALES_P: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    FUSED: tl.constexpr,
     BR: tl.constexpr,
     BH: tl.constexpr,
     SYS: tl.constexpr,
@@ -107,6 +110,7 @@ def take(
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.
         polls: int32, looks at a code before a program gives up.
         SCALES: scales of a row, 0 none; SCALES_P the next power of two. WEIGHTED: a weight travels beside each row.
+        FUSED: rows stand in the own y and not row.
         BR, BH: rows and columns that move together, powers of two. SYS: see signal.py.
     """
     program = tl.program_id(0) + program0
@@ -114,7 +118,10 @@ def take(
     code = tl.load(call + CALL_CODE).to(tl.int32)
     slot = tl.load(call + CALL_SLOT)
     mine = tl.load(windows + me)
-    region = mine + tl.load(layout + AT_ROW) + slot * tl.load(layout + AT_ROW_SLOT_STRIDE)
+    if FUSED:
+        region = mine + tl.load(layout + AT_Y) + slot * tl.load(layout + AT_Y_SLOT_STRIDE)
+    else:
+        region = mine + tl.load(layout + AT_ROW) + slot * tl.load(layout + AT_ROW_SLOT_STRIDE)
     flags = mine + tl.load(layout + AT_ROW_FLAG) + slot * tl.load(layout + AT_ROW_FLAG_SLOT_STRIDE)
     flag_stride = tl.load(layout + AT_ROW_FLAG_STRIDE)
     done = resumed(state, program, PHASE_ROWS)
