@@ -2,15 +2,16 @@
 
     python benchmarks/device_check.py [--out FILE.json]
 
-1. Four virtual ranks, their windows on one device: dispatch and combine phase by phase, bitwise against the oracle, and the fused
-   call, all ranks in one launch whose programs wait for each other, within rounding of the oracle.
+1. Four virtual ranks, their windows on one device: dispatch and combine phase by phase, bitwise against the oracle, and the
+   fused call, all ranks in one launch whose programs wait for each other, within rounding of the oracle.
 2. Times of these against torch doing the same on one device without any protocol (permute + copy, and for the layer a grouped
    product), and against the device's copy bandwidth.
 3. Two processes that share the device's memory, through ``moe_a2a.dispatch``, ``combine`` and ``moe``.
 
-Takes less than six minutes; what has no time left is a failure. Exit code 0: everything is right; 1: something isn't, or didn't run; 3: there is no GPU.
-``--interpret`` runs 1 and 3 at tiny sizes by Triton's interpreter on a CPU: it tests this script and the kernels' logic, and its
-times mean nothing. Shape symbols: T tokens of a rank, H hidden, I intermediate, E experts, K top-k, R ranks.
+Takes less than six minutes; what has no time left is a failure. Exit code 0: everything is right; 1: something isn't, or
+didn't run; 3: there is no GPU. ``--interpret`` runs all of it at tiny sizes by Triton's interpreter on a CPU: it tests this
+script and the kernels' logic, and prints no times. Shape symbols: T tokens of a rank, H hidden, I intermediate, E experts,
+K top-k, R ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def expert_of(inputs: Any) -> Callable[[int, torch.Tensor], torch.Tensor]:
     def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
         weights = inputs.gate_up[number]
         gate, up = (rows.to(weights.device) @ weights.T).chunk(2, -1)
-        return ((torch.nn.functional.silu(gate) * up) @ inputs.down[number].T).cpu()
+        y: torch.Tensor = (torch.nn.functional.silu(gate) * up) @ inputs.down[number].T
+        return y.cpu()
 
     return expert
 
@@ -103,7 +105,7 @@ def check_virtual_ranks(report: dict[str, Any], interpret: bool, fault: str) -> 
         xs, ids = [x.cpu() for x in inputs.xs], [i.cpu() for i in inputs.ids]
         weights = [w.cpu() for w in inputs.weights]
         expected = [r.x_NH for r in reference.dispatch_reference(xs, ids, size.experts)]
-        for _ in range(3):  # slots are used again
+        for _ in range(2 if interpret else 5):  # slots are used again
             rows = ranks.dispatch()
             if fault == "wrong-row" and len(rows[1]):
                 rows[1][0] += 1
@@ -133,14 +135,24 @@ def copy_bandwidth() -> float:
     return source.numel() / statistics.median(times)
 
 
-def measure(report: dict[str, Any], repeats: int) -> None:
+def measure(report: dict[str, Any], interpret: bool, repeats: int) -> None:
     """Times of dispatch, combine and the fused call, ours and torch's; one dictionary for each size and operation."""
     from device_ranks import Size
 
+    if interpret:
+        measure_size(Size(4, 2, 16, 16, 4, 2), 1.0, 1)
+        return
     report["copy_bytes_per_s"] = bandwidth = copy_bandwidth()
     report["times"] = []
     for tokens in (1, 32, 128, 1024):
-        report["times"] += measure_size(Size(4, tokens, 7168, 2048, 32, 8), bandwidth, repeats)
+        found = measure_size(Size(4, tokens, 7168, 2048, 32, 8), bandwidth, repeats)
+        report["times"] += found
+        for line in found:
+            print(
+                f"{line['size']:42}{line['operation']:9}{line['seconds'] * 1e6:10.1f} us, "
+                f"torch {line['torch_seconds'] * 1e6:10.1f} us, {line['part_of_copy_bandwidth']:5.2f} of copy bandwidth",
+                flush=True,
+            )
 
 
 def measure_size(size: Any, bandwidth: float, repeats: int) -> list[dict[str, Any]]:
@@ -186,11 +198,6 @@ def measure_size(size: Any, bandwidth: float, repeats: int) -> list[dict[str, An
                 "bytes": moved,
                 "part_of_copy_bandwidth": moved / ours / bandwidth,
             }
-        )
-        print(
-            f"{name:9}{size!s:40}{ours * 1e6:10.1f} us, torch {theirs * 1e6:10.1f} us, "
-            f"{moved / ours / bandwidth:5.2f} of copy bandwidth",
-            flush=True,
         )
     # After the last replay everything must still be right: what was timed was the work.
     after_dispatch()
@@ -343,6 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--inject-fault", choices=("none", "wrong-row"), default="none", help="must be noticed"
     )
+    parser.add_argument("--only", choices=("virtual ranks", "times", "two processes"), help="one part")
     arguments = parser.parse_args(argv)
     if DEVICE.type == "cpu" and not arguments.interpret:
         print(
@@ -359,10 +367,10 @@ def main(argv: list[str] | None = None) -> int:
     }
     parts: list[tuple[str, Callable[[], None]]] = [
         ("virtual ranks", lambda: check_virtual_ranks(report, arguments.interpret, arguments.inject_fault)),
+        ("times", lambda: measure(report, arguments.interpret, arguments.repeats)),
         ("two processes", lambda: check_pair(report, arguments.interpret)),
     ]
-    if not arguments.interpret:
-        parts.insert(1, ("times", lambda: measure(report, arguments.repeats)))
+    parts = [part for part in parts if arguments.only in (None, part[0])]
     for name, part in parts:
         begin = time.monotonic()
         try:

@@ -1,7 +1,7 @@
 """R virtual ranks on one device, in one process: windows side by side, and the kernels of real ranks on them.
 
-Dispatch and combine go phase by phase through ``op_host/triton/phases.py``, each phase for all ranks before the next, so that nothing waits.
-The fused call is one launch for all ranks, in which programs of different ranks do wait for each other.
+Dispatch and combine go phase by phase through ``op_host/triton/phases.py``, each phase for all ranks before the next, so that
+nothing waits. The fused call is one launch for all ranks, in which programs of different ranks do wait for each other.
 
 Shape symbols: T tokens of a rank, H hidden, I intermediate, E experts, K top-k, R ranks, N received rows, P pairs of a rank.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of each rank: x [T, H], ids [T, K] in -1..E-1, weights [T, K] float32; and of all experts gate_up [E, 2 I, H], down [E, H, I]."""
+    """Of each rank x [T, H], ids [T, K] in -1..E-1, weights [T, K] float32; and of all experts gate_up [E, 2 I, H] and
+    down [E, H, I]."""
 
     xs: list[Tensor]
     ids: list[Tensor]
@@ -112,16 +113,17 @@ class LocalHeap:
         self.addresses = []
 
 
+Step = tuple[Any, int, dict[str, Any], dict[str, Any]]
+"""(kernel, programs, arguments, constants)."""
+
+
 @dataclass
 class Steps:
-    """A Launcher that also keeps what it launches, to launch it again with frozen arguments: the call's number is in memory."""
+    """A Launcher that also keeps what it launches, to launch it again with frozen arguments: a call's number is in memory."""
 
     inner: TritonLauncher
-    kept: list[tuple[Any, int, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def machine(self) -> Machine:
-        return self.inner.machine
+    machine: Machine
+    kept: list[Step] = field(default_factory=list)
 
     def explain(self) -> str:
         return self.inner.explain()
@@ -130,19 +132,19 @@ class Steps:
         self.kept.append((kernel, programs, args, constants))
         self.inner.launch(kernel, programs, args, constants)
 
-    def taken(self) -> list[tuple[Any, int, dict[str, Any], dict[str, Any]]]:
+    def taken(self) -> list[Step]:
         """What was launched since the last time."""
         kept, self.kept = self.kept, []
         return kept
 
-    def renew(self, steps: list[tuple[Any, int, dict[str, Any], dict[str, Any]]]) -> None:
+    def renew(self, steps: list[Step]) -> None:
         """Makes steps ready to be launched again."""
         for _, _, args, _ in steps:
             for name in ("state", "given"):
                 if name in args:
                     args[name].zero_()
 
-    def again(self, steps: list[tuple[Any, int, dict[str, Any], dict[str, Any]]]) -> None:
+    def again(self, steps: list[Step]) -> None:
         for step in steps:
             self.inner.launch(*step)
 
@@ -158,7 +160,8 @@ class VirtualRanks:
         self.size, self.inputs, self.device = size, inputs, device
         self.dtype = inputs.gate_up.dtype
         self.layout = size.layout(self.dtype.itemsize)
-        self.steps = Steps(launcher_for(device))
+        launcher = launcher_for(device)
+        self.steps = Steps(launcher, launcher.machine)
         self.launches = self.steps.inner.launches
         blocks = torch.zeros(size.ranks, self.layout.total_bytes, dtype=torch.uint8, device=device)
         self._heaps = [LocalHeap(rank, blocks) for rank in range(size.ranks)]
@@ -181,7 +184,8 @@ class VirtualRanks:
         self.n += 1
         self.call.copy_(self._phases[0].call_words(self.n))
 
-    def _record(self, rank: int, mode: Mode, flag_rows: int) -> Record:
+    def record(self, rank: int, mode: Mode, flag_rows: int) -> Record:
+        """The header of a rank's record of this call."""
         return Record(
             kind=int(Kind.COUNTS),
             generation=self.layout.generation,
@@ -203,7 +207,7 @@ class VirtualRanks:
         """A whole dispatch: of each rank the rows [N, H] that it receives, NaN where no row came."""
         self.next_call()
         for rank, phases in enumerate(self._phases):
-            header = self._record(rank, Mode.PUSH, phases.flag_rows(False)).words()
+            header = self.record(rank, Mode.PUSH, phases.flag_rows(False)).words()
             phases.publish(self.call, header, self._pairs[rank].counts_E)
         for phases in self._phases:
             missing = phases.await_records(self.call).missing()
@@ -307,11 +311,13 @@ def virtual_ranks(  # type: ignore[no-untyped-def]
 ):
     """The fused kernel of all ranks in one launch: program p is program p mod ``programs`` of rank p div ``programs``.
 
-    Example, R = 2, programs = 3: programs 0..2 are rank 0's, 3..5 are rank 1's; program 4 is program 1 of rank 1 and gets counts[1].
+    Example, R = 2, programs = 3: programs 0..2 are rank 0's, 3..5 are rank 1's; program 4 is program 1 of rank 1 and is
+    handed counts[1].
 
     Args:
-        rows: int32 [R], tokens of each rank; entries: int32 [R], of each rank's work list. The others are those of
-            ``op_kernel/triton/fused.py``, one after the other for each rank where ranks differ, with room for T tokens, N rows and E entries.
+        rows: int32 [R], tokens of each rank. entries: int32 [R], of each rank's work list.
+        The others are those of ``op_kernel/triton/fused.py``, one after the other for each rank where ranks differ, with room
+        for T tokens, N rows and E entries.
     """
     me = tl.program_id(0) // programs
     m = me.to(tl.int64)
@@ -492,7 +498,7 @@ class Fused:
         ranks.next_call()
         header = self._header.cpu()
         for rank in range(ranks.size.ranks):
-            words = replace(ranks._record(rank, Mode.FUSED, 0)).words()
+            words = ranks.record(rank, Mode.FUSED, 0).words()
             header[rank, : len(words)] = torch.tensor(words)
         self._header.copy_(header)
         self._state.zero_()
@@ -530,15 +536,17 @@ class Fused:
 def seconds(
     device: torch.device, run: Callable[[], object], before: Callable[[], object], repeats: int
 ) -> list[float]:
-    """Times of ``run``, in seconds; ``before`` isn't timed. On a GPU ``run`` is captured in a graph, so that what is timed are kernels
-    and not their launches."""
+    """Times of ``run``, in seconds; ``before`` isn't timed.
+
+    On a GPU ``run`` is captured in a graph, so that kernels are timed and not their launches.
+    """
     times = []
     if device.type == "cpu":
         for _ in range(repeats):
             before()
-            begin = time.perf_counter()
+            started = time.perf_counter()
             run()
-            times.append(time.perf_counter() - begin)
+            times.append(time.perf_counter() - started)
         return times
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -113,7 +113,9 @@ TARGETS: dict[str, Target] = {
 Phase = Literal["copy", "quantise", "sum"]
 MOST_ROWS = 128  # of a tile of a product, and of what one program moves between two barriers
 MOST_COLUMNS = 128  # of a tile of a product, and of its operands; wider ones leave no room for a deep k
-LEAST_COLUMNS = 64  # rather fewer rows than narrower ones
+LEAST_COLUMNS = (
+    128  # rather fewer rows than narrower ones; sm_90 spilled registers at 128 rows and 64 columns
+)
 
 
 def live_bytes(phase: Phase, itemsize: int) -> int:
