@@ -47,8 +47,10 @@ class Variant:
         targets: of {"ascend", "gpu", "x86"}, where it is meant to run.
         cross_card: it writes to or polls other ranks' memory.
         spins: loops that poll, in the kernel as compiled with these constants.
-        signals: stores of codes that must have a barrier between payload and code.
+        signals: stores of a code (or of zeros in its place) to whole blocks; a payload before one wants a barrier between.
         uses_dot: it uses the matrix unit.
+        warps: warps of a program on a GPU.
+        arch: "sm_90" or "gfx942" where the tiles are only one GPU's, "" otherwise.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Variant:
     spins: int
     signals: int
     uses_dot: bool
+    warps: int = 4
+    arch: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Size:
 
 SIZES = (
     Size("small", R=2, E=4, K=2, H=64, I=32, BR=8, BH=64, BT=8, SUM_BH=64),
-    Size("large", R=8, E=64, K=8, H=7168, I=2048, BR=1, BH=8192, BT=1, SUM_BH=2048),
+    Size("large", R=8, E=64, K=8, H=7168, I=2048, BR=2, BH=8192, BT=2, SUM_BH=2048),
 )
 
 _TYPES = {
@@ -115,6 +119,11 @@ def power_of_two(value: int, least: int = 1) -> int:
     return max(least, 1 << max(0, value - 1).bit_length())
 
 
+def accumulator(itemsize: int) -> Any:
+    """The type that rows of so many bytes an element are summed in: float64 for float64, else float32."""
+    return tl.float64 if itemsize == 8 else tl.float32
+
+
 def signature_of(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
     """Types of a kernel's arguments: those of the catalogue (bfloat16 rows, float32 weights) but for ``types``."""
     names = [name for name in kernel.arg_names if name not in constants]
@@ -122,16 +131,22 @@ def signature_of(kernel: Any, constants: dict[str, Any], **types: str) -> dict[s
     return {name: known.get(name, "i32" if name in _SCALARS else "*i32") for name in names}
 
 
-def tiles(target: str, vector: bool = False) -> dict[str, Any]:
+_TILES = {  # (target or arch, by vectors): BM rows, BN columns of a result, BK of what is summed
+    ("ascend", False): (32, 128, 128),
+    ("ascend", True): (16, 64, 256),
+    ("sm_90", False): (64, 64, 64),
+    ("gfx942", False): (32, 64, 64),
+    ("", True): (16, 64, 64),  # GPUs
+    ("x86", False): (16, 32, 32),
+    ("x86", True): (16, 32, 32),
+}
+
+
+def tiles(target: str, vector: bool = False, arch: str = "") -> dict[str, Any]:
     """Tile sizes of the experts, and the type of the product, for compiling where nothing can be asked of a device."""
-    if target == "x86":
-        sizes = {"BM": 16, "BN": 32, "BK": 32}
-    elif target == "gpu":
-        sizes = {"BM": 64, "BN": 64, "BK": 64}
-    else:
-        sizes = {"BM": 16, "BN": 64, "BK": 256} if vector else {"BM": 32, "BN": 128, "BK": 128}
+    BM, BN, BK = _TILES[arch if target == "gpu" else target, vector]
     dot = tl.float32 if target == "x86" else tl.bfloat16
-    return {**sizes, "ACC": tl.float32, "DOT": dot, "ROUND": False}
+    return {"BM": BM, "BN": BN, "BK": BK, "ACC": tl.float32, "DOT": dot, "ROUND": False}
 
 
 def _cut(size: Size) -> dict[str, Any]:
@@ -174,17 +189,18 @@ def _phases(target: str, size: Size) -> Iterator[Variant]:
             kernel,
             signature_of(kernel, constants, **types),
             constants,
-            frozenset(TARGETS),
-            kernel not in (begin, clear, clear_flags, gate, finish),
-            spins,
-            signals,
-            False,
+            targets=frozenset(TARGETS),
+            cross_card=kernel not in (begin, clear, clear_flags, gate, finish),
+            spins=spins,
+            signals=signals,
+            uses_dot=False,
+            warps=8 if size.BH * size.BR > 4096 else 4,
         )
 
     if size is SIZES[0]:
         yield variant("begin", begin, {})
-        yield variant("clear", clear, {"R": size.R, "BLOCK": 1024})
-        yield variant("clear-flags", clear_flags, {})
+        yield variant("clear", clear, {"R": size.R, "BLOCK": 1024}, signals=3)
+        yield variant("clear-flags", clear_flags, {}, signals=1)
         yield variant("say", say, {"R": size.R, "SYS": gpu}, signals=2)
         yield variant("hear", hear, {"R": size.R, "SYS": gpu}, spins=2)
         yield variant("gate", gate, {"SYS": gpu}, spins=1)
@@ -215,19 +231,29 @@ def _experts(target: str, size: Size) -> Iterator[Variant]:
     gpu = target == "gpu"
     cut = _cut(size)
     shape = {name: cut[name] for name in ("R", "RP", "ELP", "H", "I")}
+    archs = ("sm_90", "gfx942") if gpu else ("",)
     for name, in_window in (("experts", False), ("experts-window", True)):
-        constants = {**shape, "PARTS": 1, "IN_WINDOW": in_window, "VECTOR": False, **tiles(target)}
-        yield Variant(
-            f"{name}-{size.name}",
-            experts,
-            signature_of(experts, constants),
-            constants,
-            frozenset(TARGETS),
-            False,
-            0,
-            0,
-            True,
-        )
+        for arch in archs:
+            constants = {
+                **shape,
+                "PARTS": 1,
+                "IN_WINDOW": in_window,
+                "VECTOR": False,
+                **tiles(target, arch=arch),
+            }
+            yield Variant(
+                f"{name}-{size.name}",
+                experts,
+                signature_of(experts, constants),
+                constants,
+                targets=frozenset(TARGETS),
+                cross_card=False,
+                spins=0,
+                signals=0,
+                uses_dot=True,
+                warps=8,
+                arch=arch,
+            )
     everywhere, safe = frozenset(TARGETS), frozenset({"gpu", "x86"})
     for name, phases, vector, partner, spins, signals, targets in (
         ("fused", ALL, False, False, 4, 3, safe),
@@ -236,32 +262,35 @@ def _experts(target: str, size: Size) -> Iterator[Variant]:
         ("fused-return", RETURN, True, False, 2, 1, everywhere),
         ("fused-partner", ALL & ~DO_EXPERTS.value, True, True, 5, 4, everywhere),
     ):
-        constants = {
-            **cut,
-            "PHASES": phases,
-            "WEIGHTED": True,
-            "REUSED": False,
-            "PARTNER": partner,
-            "VECTOR": vector,
-            "PARTS": 1,
-            **tiles(target, vector),
-            "BR": size.BR,
-            "BT": size.BT,
-            "BH": size.SUM_BH,
-            "GPU": gpu,
-            "SYS": gpu,
-        }
-        yield Variant(
-            f"{name}-{size.name}",
-            fused,
-            signature_of(fused, constants),
-            constants,
-            targets,
-            True,
-            spins,
-            signals,
-            bool(phases & DO_EXPERTS.value) and not vector,
-        )
+        for arch in ("",) if vector else archs:
+            constants = {
+                **cut,
+                "PHASES": phases,
+                "WEIGHTED": True,
+                "REUSED": False,
+                "PARTNER": partner,
+                "VECTOR": vector,
+                "PARTS": 1,
+                **tiles(target, vector, arch),
+                "BR": size.BR,
+                "BT": size.BT,
+                "BH": size.SUM_BH,
+                "GPU": gpu,
+                "SYS": gpu,
+            }
+            yield Variant(
+                f"{name}-{size.name}",
+                fused,
+                signature_of(fused, constants),
+                constants,
+                targets=targets,
+                cross_card=True,
+                spins=spins,
+                signals=signals,
+                uses_dot=bool(phases & DO_EXPERTS.value) and not vector,
+                warps=8,
+                arch=arch,
+            )
 
 
 def variants(target: str) -> list[Variant]:

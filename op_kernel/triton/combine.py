@@ -118,7 +118,8 @@ def sum_phase(
 ):
     """Sums the rows of this program's tokens. Arguments: see :func:`combine`."""
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    ITEM: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    BITS: tl.constexpr = out.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     z = (tl.load(windows + me) + z_offset(layout, call)).to(tl.pointer_type(ELEMENT))
     i = tl.arange(0, BT)
     c = tl.arange(0, BH)
@@ -184,7 +185,8 @@ def fetch(
         The others: see :func:`combine`.
     """
     program = tl.program_id(0) + program0
-    ITEM: tl.constexpr = y.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = y.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     mine = tl.load(windows + me)
     done = resumed(state, program, PHASE_COMBINE)
     error, through, who = cells_phase(windows, layout, call, cell, owned, me, done, polls, True, R, SYS)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from .geometry import column
+from .push import slot_of_rows
 from .rounding import narrow
-from .words import AT_Y, AT_Y_SLOT_STRIDE, CALL_SLOT
 
 
 @triton.jit
@@ -87,23 +87,21 @@ def expert_tile(
             u = tl.zeros((BM, BN), ACC)
             for k0 in range(0, H, BK):
                 a = tl.load(rows + (k0 + k)[None, :], mask=there & (k < H - k0)[None, :], other=0.0).to(DOT)
-                mask = (k < H - k0)[:, None] & (j < I - n0)[None, :]
-                at = (n0 + j)[None, :] * H + (k0 + k)[:, None]
-                g = tl.dot(a, tl.load(gate_up + at, mask=mask, other=0.0).to(DOT), g)
-                u = tl.dot(a, tl.load(gate_up + I * H + at, mask=mask, other=0.0).to(DOT), u)
+                mask = (j < I - n0)[:, None] & (k < H - k0)[None, :]
+                at = (n0 + j)[:, None] * H + (k0 + k)[None, :]
+                g = tl.dot(a, tl.trans(tl.load(gate_up + at, mask=mask, other=0.0)).to(DOT), g)
+                u = tl.dot(a, tl.trans(tl.load(gate_up + I * H + at, mask=mask, other=0.0)).to(DOT), u)
             tl.store(
-                hidden + (n0 + j)[None, :],
-                swiglu(g, u, ELEMENT, ACC, ROUND),
-                mask=(j < I - n0)[None, :] & (m >= 0)[:, None],
+                hidden + (n0 + j)[None, :], swiglu(g, u, ELEMENT, ACC, ROUND), mask=(j < I - n0)[None, :]
             )
         tl.debug_barrier()
         for n0 in range(0, H, BN):
             s = tl.zeros((BM, BN), ACC)
             for k0 in range(0, I, BK):
                 a = tl.load(hidden + (k0 + k)[None, :], mask=(k < I - k0)[None, :], other=0.0).to(DOT)
-                mask = (k < I - k0)[:, None] & (j < H - n0)[None, :]
-                at = (n0 + j)[None, :] * I + (k0 + k)[:, None]
-                s = tl.dot(a, tl.load(down + at, mask=mask, other=0.0).to(DOT), s)
+                mask = (j < H - n0)[:, None] & (k < I - k0)[None, :]
+                at = (n0 + j)[:, None] * I + (k0 + k)[None, :]
+                s = tl.dot(a, tl.trans(tl.load(down + at, mask=mask, other=0.0)).to(DOT), s)
             out = y + m[:, None] * H + (n0 + j)[None, :]
             tl.store(out, narrow(s, ELEMENT, ROUND), mask=there & (j < H - n0)[None, :])
         tl.debug_barrier()
@@ -155,11 +153,10 @@ def experts(
         PARTS: parts that an expert's tiles are dealt into, each of them one program's.
         The others: see :func:`expert_tile`.
     """
-    ITEM: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     program = tl.program_id(0) + program0
     if IN_WINDOW:
-        slot = tl.load(call + CALL_SLOT) * tl.load(layout + AT_Y_SLOT_STRIDE)
-        rows = (tl.load(windows + me) + tl.load(layout + AT_Y) + slot).to(tl.pointer_type(x.dtype.element_ty))
+        start = tl.load(windows + me) + slot_of_rows(layout, call, True)
+        rows = start.to(tl.pointer_type(x.dtype.element_ty))
     else:
         rows = x
     scratch = act + program.to(tl.int64) * (BM * I)

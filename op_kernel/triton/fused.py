@@ -25,7 +25,7 @@ from .combine import cells_phase, sum_phase
 from .experts import expert_tile
 from .geometry import column, place_of, run_of
 from .give import write_cell, z_offset
-from .push import push_phase
+from .push import push_phase, slot_of_rows
 from .record import publish_phase, record_offset, records_phase
 from .signal import count, leave, poll, resumed, signal, words_at
 from .take import await_run, copy_rows
@@ -39,8 +39,6 @@ from .words import (
     AT_ROW_FLAG_SLOT_STRIDE,
     AT_ROW_FLAG_STRIDE,
     AT_TOP_K,
-    AT_Y,
-    AT_Y_SLOT_STRIDE,
     CALL_CODE,
     CALL_SLOT,
     DO_AWAIT,
@@ -186,7 +184,8 @@ def return_tile(
         by_source: int32 [RP], the expert's rows by source. y: pointer to the first of these results.
         z: int64, bytes from a window's start to the slot of z.
     """
-    ITEM: tl.constexpr = y.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = y.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     for source in range(R):
         before, rows = run_of(by_source, source, RP)
         low = tl.maximum(r0, before)
@@ -280,7 +279,8 @@ def fused(
         RP, EP, ELP: powers of two, at least R, E (and 8) and the experts of any rank. BR, BH: rows and columns that move together. BT: tokens that are
             summed together. ROUND: see rounding.py. GPU, SYS: see push.py and signal.py. ACC, DOT, BM, BN, BK, VECTOR: see experts.py.
     """
-    ITEM: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     program = tl.program_id(0) + program0
     code = tl.load(call + CALL_CODE).to(tl.int32)
     mine = tl.load(windows + me)
@@ -316,12 +316,10 @@ def fused(
             SYS,
         )
     if PHASES & DO_PUSH:
-        seen = resumed(state, program, PHASE_RECORDS)
-        error, more, who = records_phase(
-            windows, layout, call, records, me, program, programs, seen, 1, polls, R, E, EP, SYS
+        error, who = records_phase(
+            windows, layout, call, records, me, program, programs, 0, 1, polls, R, E, EP, SYS
         )
         phase = tl.where(error == 0, phase, PHASE_RECORDS)
-        item = seen + more
         if error == 0:
             error = judge(layout, headers, words_apart, sent, sent_stride, starts, R, RP, E, EP)
             phase = tl.where(error == 0, phase, PHASE_RECORDS)
@@ -362,7 +360,8 @@ def fused(
     flags = mine + tl.load(layout + AT_ROW_FLAG) + slot * tl.load(layout + AT_ROW_FLAG_SLOT_STRIDE)
     flag_stride = tl.load(layout + AT_ROW_FLAG_STRIDE)
     r = tl.arange(0, RP)
-    groups = tl.load(headers + r * words_apart + RECORD_FLAG_ROWS, mask=r < R, other=0)
+    groups_at = words_at(record + tl.load(layout + AT_RECORD_HEADER) + 4 * RECORD_FLAG_ROWS)
+    groups = tl.load(groups_at + r * words_apart, mask=r < R, other=0)
     if (PHASES & DO_AWAIT) and PARTNER:
         if error == 0:
             error, item, who = ready_phase(
@@ -386,9 +385,7 @@ def fused(
             )
             phase = tl.where(error == 0, phase, PHASE_ROWS)
     if PHASES & (DO_AWAIT | DO_EXPERTS | DO_RETURN):
-        rows_in = (mine + tl.load(layout + AT_Y) + slot * tl.load(layout + AT_Y_SLOT_STRIDE)).to(
-            tl.pointer_type(x.dtype.element_ty)
-        )
+        rows_in = (mine + slot_of_rows(layout, call, True)).to(tl.pointer_type(x.dtype.element_ty))
         row_stride = stride // ITEM
         scratch = act + program.to(tl.int64) * (BM * I)
         z = z_offset(layout, call)

@@ -97,7 +97,8 @@ def give(
         BR, BH: rows and columns that move together, powers of two. SYS: see signal.py.
     """
     program = tl.program_id(0) + program0
-    ITEM: tl.constexpr = y.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = y.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     offset = z_offset(layout, call)
     done = resumed(state, program, PHASE_TILES)
     for q in range(program + done * programs, entries, programs):

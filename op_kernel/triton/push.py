@@ -27,7 +27,6 @@ from .words import (
     PHASE_END,
     PHASE_PUSH,
     QUANT_BLOCK,
-    QUANT_FP8_E4M3,
     QUANT_INT8,
     QUANT_NONE,
     WORK_EXPERT,
@@ -105,12 +104,24 @@ def quantise_rows(
 @triton.jit
 def weigh_rows(weights, to, stride, n, BR: tl.constexpr):
     """Writes ``weights[0:n]`` beside rows, one every ``stride`` bytes from address ``to``."""
-    ITEM: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     i = tl.arange(0, BR)
     for i0 in range(0, n, BR):
         value = tl.load(weights + i0 + i, mask=i < n - i0)
         rows = (to + i0 * stride).to(tl.pointer_type(weights.dtype.element_ty))
         tl.store(rows + i * (stride // ITEM), value, mask=i < n - i0)
+
+
+@triton.jit
+def slot_of_rows(layout, call, FUSED: tl.constexpr):
+    """Bytes from a window's start to the slot that the call's rows are pushed into."""
+    slot = tl.load(call + CALL_SLOT)
+    if FUSED:
+        offset = tl.load(layout + AT_Y) + slot * tl.load(layout + AT_Y_SLOT_STRIDE)
+    else:
+        offset = tl.load(layout + AT_ROW) + slot * tl.load(layout + AT_ROW_SLOT_STRIDE)
+    return offset
 
 
 @triton.jit
@@ -146,13 +157,11 @@ def push_phase(
     SYS: tl.constexpr,
 ):
     """Writes the rows of this program's entries, and their flags. Arguments: see :func:`push`."""
-    ITEM: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     code = tl.load(call + CALL_CODE).to(tl.int32)
     slot = tl.load(call + CALL_SLOT)
-    if FUSED:
-        region = tl.load(layout + AT_Y) + slot * tl.load(layout + AT_Y_SLOT_STRIDE)
-    else:
-        region = tl.load(layout + AT_ROW) + slot * tl.load(layout + AT_ROW_SLOT_STRIDE)
+    region = slot_of_rows(layout, call, FUSED)
     flags = tl.load(layout + AT_ROW_FLAG) + slot * tl.load(layout + AT_ROW_FLAG_SLOT_STRIDE)
     for q in range(program + done * programs, entries, programs):
         entry = work + q * WORK_WORDS
@@ -216,7 +225,7 @@ def push(
         stride: int64, bytes from row to row in the window. scales_at, weight_at: int64, bytes from a row's begin.
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.
         FUSED: into the owners' y and not row. QUANT: one of the QUANT numbers. WEIGHTED: a weight travels beside each row.
-        BR, BH: rows and columns that move together, powers of two.
+        BR, BH: rows and columns that move together, powers of two, BR at least 2.
         GPU: quantise with exact division there. SYS: see signal.py.
     """
     program = tl.program_id(0) + program0

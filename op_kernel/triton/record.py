@@ -8,7 +8,7 @@ record [n mod NREC][0] of both windows. ``await_records`` there sees both codes 
 import triton
 import triton.language as tl
 
-from .signal import leave, poll, resumed, signal, words_at
+from .signal import leave, poll, signal, words_at
 from .words import (
     AT_RECORD,
     AT_RECORD_CODE,
@@ -82,30 +82,31 @@ def records_phase(
 ):
     """Awaits the records of ranks first, first + step, ... and copies those of this program (rank mod programs).
 
+    All of them are looked at, even if one is missing: an ABORT ends a call at once.
+
     Returns:
-        (error, how many were seen, the rank that is missing)
+        (error, a rank that is missing)
     """
     code = tl.load(call + CALL_CODE).to(tl.int32)
     mine = tl.load(windows + me)
     w = tl.arange(0, 32)
     i = tl.arange(0, WORDS_P)
     error = 0
-    seen = 0
     who = 0
     for r in range(first, R, step):
-        if error == 0:
-            record = mine + record_offset(layout, call, r)
-            if poll(words_at(record + tl.load(layout + AT_RECORD_CODE)), code, code, polls, SYS) == 0:
-                error = ERROR_RECORD
-                who = r
-            else:
-                seen += 1
-                if r % programs == program:
-                    row = records + r * (32 + WORDS)
-                    tl.store(row + w, tl.load(words_at(record + tl.load(layout + AT_RECORD_HEADER)) + w))
-                    counts = words_at(record + tl.load(layout + AT_RECORD_PAYLOAD)) + i
-                    tl.store(row + 32 + i, tl.load(counts, mask=i < WORDS, other=0), mask=i < WORDS)
-    return error, seen, who
+        record = mine + record_offset(layout, call, r)
+        if poll(words_at(record + tl.load(layout + AT_RECORD_CODE)), code, code, polls, SYS) == 0:
+            error = ERROR_RECORD
+            who = r
+        else:
+            if r % programs == program:
+                row = records + r * (32 + WORDS)
+                head = tl.load(words_at(record + tl.load(layout + AT_RECORD_HEADER)) + w)
+                counts = words_at(record + tl.load(layout + AT_RECORD_PAYLOAD)) + i
+                body = tl.load(counts, mask=i < WORDS, other=0)
+                tl.store(row + w, head)
+                tl.store(row + 32 + i, body, mask=i < WORDS)
+    return error, who
 
 
 @triton.jit
@@ -155,14 +156,14 @@ def await_records(
     """Awaits all records of the call and copies them where they stay.
 
     Args:
-        records: int32 [R, 32 + WORDS], written: header, then payload, of each rank.
+        records: int32 [R, 32 + WORDS], written: header, then payload, of each rank whose record is there. Zeroed by the host before, KIND
+            tells which are, also when others are missing.
         state: int32 [programs, 8], the STATE words; zeros at first. Errors: ERROR_RECORD.
         polls: int32, looks at a code before a program gives up.
         The others: see :func:`publish`.
     """
     program = tl.program_id(0) + program0
-    done = resumed(state, program, PHASE_RECORDS)
-    error, seen, who = records_phase(
+    error, who = records_phase(
         windows,
         layout,
         call,
@@ -170,7 +171,7 @@ def await_records(
         me,
         program,
         programs,
-        program + done * programs,
+        program,
         programs,
         polls,
         R,
@@ -178,4 +179,4 @@ def await_records(
         WORDS_P,
         SYS,
     )
-    leave(state, program, error, tl.where(error == 0, PHASE_END, PHASE_RECORDS), done + seen, who)
+    leave(state, program, error, tl.where(error == 0, PHASE_END, PHASE_RECORDS), 0, who)

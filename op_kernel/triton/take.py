@@ -7,20 +7,16 @@ the last one shorter), then copies rows 10..14 of the own slot to rows 12..16 of
 import triton
 import triton.language as tl
 
-from .push import gather_rows
+from .push import gather_rows, slot_of_rows
 from .signal import leave, poll, resumed, words_at
 from .words import (
-    AT_ROW,
     AT_ROW_FLAG,
     AT_ROW_FLAG_SLOT_STRIDE,
     AT_ROW_FLAG_STRIDE,
-    AT_ROW_SLOT_STRIDE,
     AT_TOKEN_LIST,
     AT_TOKEN_LIST_SLOT_STRIDE,
     AT_WEIGHT,
     AT_WEIGHT_SLOT_STRIDE,
-    AT_Y,
-    AT_Y_SLOT_STRIDE,
     CALL_CODE,
     CALL_RECORD_SLOT,
     CALL_SLOT,
@@ -110,18 +106,16 @@ def take(
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.
         polls: int32, looks at a code before a program gives up.
         SCALES: scales of a row, 0 none; SCALES_P the next power of two. WEIGHTED: a weight travels beside each row.
-        FUSED: rows stand in the own y and not row.
-        BR, BH: rows and columns that move together, powers of two. SYS: see signal.py.
+        FUSED: the rows stand in the slot of y and not of row.
+        BR, BH: rows and columns that move together, powers of two, BR at least 2. SYS: see signal.py.
     """
     program = tl.program_id(0) + program0
-    ITEM: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = out.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     code = tl.load(call + CALL_CODE).to(tl.int32)
     slot = tl.load(call + CALL_SLOT)
     mine = tl.load(windows + me)
-    if FUSED:
-        region = mine + tl.load(layout + AT_Y) + slot * tl.load(layout + AT_Y_SLOT_STRIDE)
-    else:
-        region = mine + tl.load(layout + AT_ROW) + slot * tl.load(layout + AT_ROW_SLOT_STRIDE)
+    region = mine + slot_of_rows(layout, call, FUSED)
     flags = mine + tl.load(layout + AT_ROW_FLAG) + slot * tl.load(layout + AT_ROW_FLAG_SLOT_STRIDE)
     flag_stride = tl.load(layout + AT_ROW_FLAG_STRIDE)
     done = resumed(state, program, PHASE_ROWS)
@@ -145,7 +139,8 @@ def take(
                     beside = (at + scales_at).to(tl.pointer_type(tl.float32))
                     copy_rows(beside, stride // 4, scales + to * SCALES, SCALES, n, SCALES, BR, SCALES_P)
                 if WEIGHTED:
-                    WEIGHT: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth // 8
+                    WEIGHT_BITS: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth
+                    WEIGHT: tl.constexpr = WEIGHT_BITS // 8
                     weight = (at + weight_at).to(tl.pointer_type(weights.dtype.element_ty))
                     copy_rows(weight, stride // WEIGHT, weights + to, 1, n, 1, BR, 1)
                 done += 1
@@ -185,7 +180,8 @@ def pull(
         The others: see :func:`take`.
     """
     program = tl.program_id(0) + program0
-    ITEM: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    BITS: tl.constexpr = out.dtype.element_ty.primitive_bitwidth
+    ITEM: tl.constexpr = BITS // 8
     slot = tl.load(call + CALL_RECORD_SLOT)
     lists = tl.load(layout + AT_TOKEN_LIST) + slot * tl.load(layout + AT_TOKEN_LIST_SLOT_STRIDE)
     weight_lists = tl.load(layout + AT_WEIGHT) + slot * tl.load(layout + AT_WEIGHT_SLOT_STRIDE)
@@ -221,7 +217,8 @@ def pull(
                         beside, stride // 4, tokens, scales + to * SCALES, SCALES, n, SCALES, BR, SCALES_P
                     )
                 if WEIGHTED:
-                    WEIGHT: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth // 8
+                    WEIGHT_BITS: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth
+                    WEIGHT: tl.constexpr = WEIGHT_BITS // 8
                     listed = (window + weight_lists + place * WEIGHT).to(
                         tl.pointer_type(weights.dtype.element_ty)
                     )
