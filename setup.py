@@ -55,9 +55,19 @@ HEADERS = sorted(
 )
 
 setup(
-    packages=["moe_a2a", "moe_a2a.op_host", "moe_a2a.op_kernel", "moe_a2a.op_kernel.triton"],
+    packages=[
+        "moe_a2a",
+        "moe_a2a.op_host",
+        "moe_a2a.op_host.triton",
+        "moe_a2a.op_kernel",
+        "moe_a2a.op_kernel.triton",
+    ],
     # The folders stand at the top; links of the same names inside the package let tools that read the tree find them.
-    package_dir={"moe_a2a.op_host": "op_host", "moe_a2a.op_kernel": "op_kernel", "moe_a2a.op_kernel.triton": "op_kernel/triton"},
+    package_dir={
+        "moe_a2a.op_host": "op_host",
+        "moe_a2a.op_kernel": "op_kernel",
+        "moe_a2a.op_kernel.triton": "op_kernel/triton",
+    },
     package_data={"moe_a2a": ["py.typed", "_C.pyi"]},
     ext_modules=[
         CppExtension(

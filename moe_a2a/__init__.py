@@ -4,7 +4,7 @@ Shape symbols, here and everywhere in the package: T tokens of a rank, H hidden 
 rows.
 """
 
-from . import errors
+from . import devices, errors  # noqa: F401  devices registers operators
 from .exchange import Dispatched, Handle, combine, dispatch
 from .group import EPGroup, SizeHint
 from .layer import MoE, Router, load_balancing_loss

@@ -54,6 +54,7 @@ from .errors import (
 from .op_host.layout import (
     CODE_DTYPES,
     DTYPE_CODES,
+    HANDLE_HEADER_WORDS,
     HandleView,
     HandleWord,
     expert_ranges,
@@ -856,7 +857,10 @@ class Exchange(abc.ABC):
             )
         return handle
 
-    def _open_handle(self, meta: Tensor) -> HandleView:
+    def _open_handle(self, meta: Tensor, whole: bool = True) -> HandleView:
+        """What this exchange knows of an open handle. One that was written to is refused, unless that is behind its header
+        and ``whole`` is False: nobody has to hear of it then, for what stands there isn't used.
+        """
         operation = "moe_a2a.combine"
         epoch = self._read_handle(operation, "handle", meta).epoch
         if epoch not in self._open:
@@ -870,12 +874,14 @@ class Exchange(abc.ABC):
             raise HandleExpired(
                 f"{operation}: the handle of call {epoch} has expired on rank {self.rank}: {why}"
             )
-        if not torch.equal(meta, self._open[epoch]):
+        known = self._open[epoch]
+        words = len(known) if whole else HANDLE_HEADER_WORDS
+        if len(meta) != len(known) or not torch.equal(meta[:words], known[:words]):
             raise BadValue(
                 f"{operation}: the handle of call {epoch} was written to after dispatch returned it on rank {self.rank}; "
                 f"leave it as it is"
             )
-        return HandleView(self._open[epoch])
+        return HandleView(known)
 
     def _routing_of(
         self, topk_idx: Tensor | None, routing: Tensor | None

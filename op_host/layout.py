@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAGIC = 0x6D6F655F61326131  # "moe_a2a1", big endian: the first eight bytes of a window as an int64
 PAGE = 2 * 1024 * 1024  # windows and their row regions are cut in huge pages
 REGION_ALIGN = 4096
@@ -155,7 +155,7 @@ class RecordWord(enum.IntEnum):
     X_HI = 18
     X_STRIDE = 19  # bytes from one row of x to the next
     TEXT_BYTES = 20  # abort: bytes of UTF-8 text in the payload
-    FLAG_ROWS = 21  # push: rows of an expert that share a flag, 0 all of them
+    FLAG_ROWS = 21  # push, fused: rows of an expert that share a flag, 0 all of them
     ROUTING_LO = 22  # 0, or a digest of the matrix that is used again; then the payload is empty
     ROUTING_HI = 23
     READ_LO = 24  # the source reads nothing of calls up to this one any more
@@ -737,7 +737,7 @@ def pack_handle(
         num_experts=num_experts,
         local_experts=len(local),
     )
-    meta = torch.zeros(words[-1], dtype=torch.int64)
+    meta = torch.zeros(words[-1], dtype=torch.int64, device="cpu")
     header: dict[HandleWord, Any] = {
         HandleWord.MAGIC: HANDLE_MAGIC,
         HandleWord.EPOCH: epoch,

@@ -80,7 +80,7 @@ _MEANINGS = {
     "RecordWord.X_HI": "high 32 bits",
     "RecordWord.X_STRIDE": "bytes from one row of x to the next",
     "RecordWord.TEXT_BYTES": "ABORT: bytes of UTF-8 text in the payload",
-    "RecordWord.FLAG_ROWS": "push: rows of an expert that share a flag, 0 all of them",
+    "RecordWord.FLAG_ROWS": "push, fused: rows of an expert that share a flag, 0 all of them",
     "RecordWord.ROUTING_LO": "0, or a digest of the routing that is used again, low 32 bits; then there is no payload",
     "RecordWord.ROUTING_HI": "high 32 bits",
     "RecordWord.READ_LO": "the source reads no x of calls up to this one any more, low 32 bits",

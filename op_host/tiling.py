@@ -29,7 +29,7 @@ class Tiling:
     dispatch_push_from: int = NEVER
     combine_push_below: int = 0
     combine_push_from: int = NEVER
-    flag_rows: int = 0  # pushed rows of an expert that share a flag, 0: all of them
+    flag_rows: int = 0  # pushed rows of an expert that share a flag, in fused calls too; 0: all of them
     mix: int = 0  # for tests: not 0, each call pushes or pulls by chance, with this seed
 
     def params(self) -> list[int]:

@@ -65,7 +65,7 @@ def _numbered(names: str) -> dict[str, int]:
 
 HEADER = _numbered("MAGIC VERSION FORMAT GENERATION RANK WORLD_SIZE TOTAL_BYTES NONCE_LO NONCE_HI")
 MAGIC = 0x6D6F655F61326131
-VERSION = 3
+VERSION = 4
 RECORD = _numbered(
     "KIND REASON GENERATION EPOCH_LO EPOCH_HI TOKENS HIDDEN DTYPE QUANT WEIGHT_DTYPE TOP_K MODE PAD_LO PAD_HI ALIGN "
     "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI ASYNC GRADIENTS"
@@ -707,7 +707,7 @@ class NumpyRank:
             staged: put x into one of the other x slots, with rows as far apart as the group's widest; the default is
                 the slot of n, with rows as close as they may be. The record tells.
             push: write the rows into the windows of their owners.
-            flag_rows: how many pushed rows of an expert share a flag, 0 all.
+            flag_rows: how many pushed rows of an expert share a flag, 0 all; of a fused call, too.
             padding: ALIGN.
             pad: PAD.
             scales: [T, S] float32, of quantised rows.
@@ -768,7 +768,7 @@ class NumpyRank:
             "ALIGN": padding,
             **both("TAG", tag),
             **({} if push or fused else {**both("X", x_offset), "X_STRIDE": stride}),
-            "FLAG_ROWS": flag_rows if push else 0,
+            "FLAG_ROWS": flag_rows if push or fused else 0,
             **both("ROUTING", 0 if routing is None else digest(routing.counts_RE, routing.n)),
             "ASYNC": int(later),
             "GRADIENTS": gradients,
@@ -913,11 +913,19 @@ class NumpyRank:
         return met
 
     def _push_run(self, call: Call, p: int, begin: int, lo: int, hi: int) -> None:
-        """One run of a fused call: rows lo..hi of p's y, and their flag."""
-        tokens = call.pairs_P[begin : begin + hi - lo] // call.idx_TK.shape[1]
-        for r, token in zip(range(lo, hi), tokens, strict=True):
-            self._put(p, self._pushed_row(call, r), 0, call.rows_TB[token])
-        self._write_code(p, self._flag(call.n, hi - 1), self.code(call.n))
+        """One run of a fused call: rows lo..hi of p's y in groups with a flag each. The last group comes first: no order is
+        promised among them, and an owner that looks at one flag of several would show here."""
+        K, size = call.idx_TK.shape[1], call.record["FLAG_ROWS"] or hi - lo
+        for first in reversed(range(lo, hi, size)):
+            end = min(first + size, hi)
+            for r in range(first, end):
+                token = call.pairs_P[begin + r - lo] // K
+                self._put(p, self._pushed_row(call, r), 0, call.rows_TB[token])
+            self._write_code(p, self._flag(call.n, end - 1), self.code(call.n))
+            self._pause()
+
+    def _pause(self) -> None:
+        """Called between groups of pushed rows; tests make it slow."""
 
     def compute_experts(self, call: Call, met: Met, expert: Callable[[Array, int], Array]) -> Computed:
         """The second half: an expert gets its rows [n, H] and its number when those of all sources are there, and its results,
@@ -932,11 +940,11 @@ class NumpyRank:
         waiting = {e for e in self.own if met.counts_RE[:, e].any()}
 
         def poll(e: int) -> bool:
-            runs = [
-                (int(met.first_RE[s, e]), int(met.counts_RE[s, e])) for s in self.peers if met.counts_RE[s, e]
-            ]
-            if not self._all_here(call.n, [self._flag(call.n, lo + count - 1) for lo, count in runs]):
-                return False
+            for s in self.peers:
+                first = int(met.first_RE[s, e])
+                run = [(0, first, first + int(met.counts_RE[s, e]))]
+                if not self._all_here(call.n, self._flags(call, met.records[s]["FLAG_ROWS"], run, 0)):
+                    return False
             lo = int(met.first_RE[0, e])
             hi = lo + int(met.counts_RE[:, e].sum())
             x_nH = np.ascontiguousarray(rows[lo:hi]).view(call.x.dtype).reshape(hi - lo, H)
@@ -1125,11 +1133,13 @@ class NumpyRank:
             demand("a format that fuses", self.at.format != LINE)
             demand(
                 "nothing but rows",
-                not any(record[name] for name in plain if name not in ("HIDDEN", "DTYPE", "MODE")),
+                not any(
+                    record[name] for name in plain if name not in ("HIDDEN", "DTYPE", "MODE", "FLAG_ROWS")
+                ),
             )
             demand("no PAD, no ALIGN", (record["PAD_LO"], record["PAD_HI"], record["ALIGN"]) == (-1, -1, 1))
         demand("MODE", record["MODE"] in (PULL, FUSED) or (record["MODE"] == PUSH and self.sizes.push))
-        demand("FLAG_ROWS", record["FLAG_ROWS"] >= 0 and (record["MODE"] == PUSH or not record["FLAG_ROWS"]))
+        demand("FLAG_ROWS", record["FLAG_ROWS"] >= 0 and (record["MODE"] != PULL or not record["FLAG_ROWS"]))
         demand("PAD and ALIGN", joined(record["PAD_LO"], record["PAD_HI"]) >= -1 and record["ALIGN"] >= 1)
         demand("QUANT", record["QUANT"] in (NONE, INT8, FP8_E4M3))
         H = record["HIDDEN"]

@@ -676,8 +676,10 @@ FUSED_RUNS: dict[str, tuple[int, int, str, int, dict[str, Any]]] = {
     "3 ranks, compact, around V": (3, 2, "compact", 36, {"first_n": 2**62 - 20}),
     "3 ranks, push, V of 6": (3, 0, "compact", 36, {"push": True, "largest_code": 6, "flag_rows": 2}),
     "2 ranks, portable, push": (2, 1, "portable", 36, {"push": True, "largest_code": 5}),
-    "in waves": (3, 1, "compact", 36, {"recv_rows": 9, "largest_code": 5}),
+    "in waves": (3, 1, "compact", 36, {"recv_rows": 9, "largest_code": 5, "flags": (3, 0, 1)}),
     "in waves of push": (2, 0, "portable", 36, {"push": True, "recv_rows": 7, "largest_code": 6}),
+    "a flag a row": (2, 0, "portable", 36, {"largest_code": 5, "flag_rows": 1}),
+    "other flags on each rank": (4, 2, "compact", 28, {"largest_code": 5, "flags": (1, 2, 0, 3)}),
 }
 
 
@@ -713,6 +715,12 @@ def test_no_expert_waits_for_rows_of_another_one(
     for order in found:
         assert order[-1] == 0 and sorted(order) == list(range(len(order))), found
         assert len(order) >= 2
+
+
+@pytest.mark.parametrize("fmt", ["compact", "portable"])
+def test_an_expert_waits_for_every_group_of_a_run(pool: RankPool, fmt: str) -> None:
+    """A run's last flag may be there long before its other ones."""
+    pool.run(2, bodies.slow_groups, usual(fmt), 1)
 
 
 @pytest.mark.parametrize("fmt", ["compact", "portable"])

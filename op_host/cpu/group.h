@@ -48,7 +48,7 @@ struct Tiling {
   int64_t dispatch_push_from;   // or at least this many
   int64_t combine_push_below;   // the same for an owner in combine
   int64_t combine_push_from;
-  int64_t flag_rows;            // pushed rows that share a flag, 0: all of an expert
+  int64_t flag_rows;            // pushed rows (also of fused calls) that share a flag, 0: all of an expert
   int64_t mix;                  // for tests: not 0, push and pull by chance, with this seed
 };
 constexpr int TILING_PARAMS = 10;

@@ -411,7 +411,7 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
   const bool push = !input.async && !input.fused && !input.round &&
                     choose_push(leaves * wire.push_bytes, tiling_.dispatch_push_below, tiling_.dispatch_push_from, epoch, 0);
   header.mode = static_cast<int32_t>(input.fused ? Mode::FUSED : push ? Mode::PUSH : Mode::PULL);
-  header.flag_rows = static_cast<int32_t>(push ? tiling_.flag_rows : 0);
+  header.flag_rows = static_cast<int32_t>(push || input.fused ? tiling_.flag_rows : 0);
 
   // x that lies in the window already is read where it is. Only where the peers will find it so, too: a view that leaves its
   // region, or whose rows are further apart than the record's 32 bits can say, is copied like any other tensor.
@@ -468,7 +468,7 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
       const int64_t e = first_expert(owner, experts, layout_[WORLD_SIZE]), rows = call.counts[static_cast<size_t>(e)];
       const Run run{0, std::min(rows, layout_[RECV_ROWS])};
       push_rows(kernels_, layout_, call.own, call.start[static_cast<size_t>(e)], wire, false,
-                landing(call, window(owner), 0, run, 0));
+                landing(call, window(owner), 0, run, header.flag_rows));
     }
 }
 

@@ -58,7 +58,7 @@ from ..layout import (
 )
 from ..quant import QUANT_NAMES
 from .peers import Peers
-from .phases import AwaitedRecords, Phases, Source
+from .phases import FLAG_ROWS, AwaitedRecords, Combining, Phases, Source
 from .record import (
     Cell,
     Record,
@@ -69,7 +69,7 @@ from .record import (
     text_of,
     words_of,
 )
-from .routing import Geometry, Pairs, Places, Runs, rows_of, sort_pairs
+from .routing import HOST, Geometry, Pairs, Places, Runs, rows_of, sort_pairs
 
 DISPATCH, COMBINE, MOE = "moe_a2a.dispatch", "moe_a2a.combine", "moe_a2a.moe"
 BACKWARD = "moe_a2a (backward)"
@@ -168,8 +168,8 @@ class TritonExchange(Exchange):
         self._peers.epoch = first_epoch - 1
         self._calls: dict[int, _Call] = {}
         self._counters = _Counters()
-        self._rows_E = torch.zeros(len(self._experts[self.rank]), dtype=torch.int64)
-        self._matrix_RE = torch.zeros(heap.world_size, limits.num_experts, dtype=torch.int32)
+        self._rows_E = torch.zeros(len(self._experts[self.rank]), dtype=torch.int64, device=HOST)
+        self._matrix_RE = torch.zeros(heap.world_size, limits.num_experts, dtype=torch.int32, device=HOST)
         self._closed = False
         self._process = os.getpid()
         self._turns = threading.Lock()
@@ -241,7 +241,7 @@ class TritonExchange(Exchange):
     def arrive(self, rows: Tensor, meta: Tensor) -> None:
         """Waits for the rows of a fused call and copies them into ``rows``, of :meth:`begin_moe`."""
         with self._turn(MOE):
-            call = self._calls[self._open_handle(meta).epoch]
+            call = self._calls[self._open_handle(meta, whole=False).epoch]
             if call.waves == 1:
                 self._take_own(call, rows, None, None)
                 self._take(call, 0, rows, None, None)
@@ -331,7 +331,7 @@ class TritonExchange(Exchange):
             pad_to=pad_to,
             align=align,
             tag=tag,
-            flag_rows=self._phases.flag_rows(fused),
+            flag_rows=FLAG_ROWS,
             routing=self._digest_of(again),
             gradients=gradients,
         )
@@ -494,8 +494,8 @@ class TritonExchange(Exchange):
         meta = self._open_call(call, rows)
         return (
             out,
-            torch.empty(0) if weights is None else weights,
-            torch.empty(0) if scales is None else scales,
+            torch.empty(0, device=out.device) if weights is None else weights,
+            torch.empty(0, device=out.device) if scales is None else scales,
             meta,
         )
 
@@ -541,8 +541,7 @@ class TritonExchange(Exchange):
     def _pull(self, call: _Call, out: Tensor, scales: Tensor | None, weights: Tensor | None) -> None:
         """Rows that CPU ranks left in their windows."""
         assert call.source is not None
-        pulled = torch.tensor([record.mode == Mode.PULL for record in call.records])
-        pulled[self.rank] = False
+        pulled = self._peers_that(lambda peer: call.records[peer].mode == Mode.PULL)
         runs = self._runs(call, None, lambda r: pulled[r.source_M] & (r.owner_M == self.rank))
         if not len(runs):
             return
@@ -559,8 +558,7 @@ class TritonExchange(Exchange):
     ) -> Runs:
         """Waits for the rows of a wave that were pushed here, and copies them. Returns their pieces."""
         assert call.source is not None
-        pushes = torch.tensor([record.mode != Mode.PULL for record in call.records])
-        pushes[self.rank] = False
+        pushes = self._peers_that(lambda peer: call.records[peer].mode != Mode.PULL)
         runs = self._runs(call, wave, lambda r: pushes[r.source_M] & (r.owner_M == self.rank))
         if len(runs):
             first = wave * self._layout.recv_rows if call.waves > 1 else 0
@@ -582,6 +580,10 @@ class TritonExchange(Exchange):
             [s for s in sources if call.records[s].mode != Mode.PULL],
             wave + 1,
         )
+
+    def _peers_that(self, do: Callable[[int], bool]) -> Tensor:
+        """bool [R]: which other ranks do something."""
+        return torch.tensor([peer != self.rank and do(peer) for peer in range(self.world_size)], device=HOST)
 
     def _sources(self, call: _Call) -> list[int]:
         """Other ranks that have rows here."""
@@ -645,8 +647,9 @@ class TritonExchange(Exchange):
         """Brings the rows back to their tokens and sums them. Collective; closes the handle."""
         with self._turn(COMBINE):
             self._check_usable(COMBINE)
-            call = self._calls[self._open_handle(meta).epoch]
-            return self._combine(call, y, HandleView(meta).out_rows, topk_weights, pairs)
+            handle = self._open_handle(meta, whole=False)
+            call = self._calls[handle.epoch]
+            return self._combine(call, y, handle.out_rows, topk_weights, pairs)
 
     @torch.no_grad()
     def combine_again(self, y: Tensor, routing: Tensor, tag: int, pairs: bool) -> Tensor:
@@ -723,46 +726,54 @@ class TritonExchange(Exchange):
         except MoeA2AError as error:  # only this rank's sum can't be made
             self._peers.verdict(error)
             raise
-        cells = self._see_cells(call, y)
-        self._peers.phase(Phase.COMBINE_SUM)
-        self._fetch(call, y, cells)
         weights = None if topk_weights is None else topk_weights.detach().contiguous()
-        out = self._phases.combine(call.words, call.pairs, y, weights, pairs)
-        self._counters.combines += 1
-        self._counters.copied["combine_out"] += out.numel() * out.element_size()
-        self._peers.verdict(None)
-        return out
-
-    def _give(self, call: _Call, y: Tensor) -> None:
-        """Writes rows of y into the z of their sources, then the cells that say so."""
-        runs = self._runs(call, None, lambda r: r.owner_M == self.rank)
-        cell = Cell(dtype=DTYPE_CODES[y.dtype], hidden=y.shape[1], mode=int(Mode.PUSH))
-        sources = self._sources(call)
-        giving = self._phases.give(call.words, y, runs, sources, cell.words())
-        while giving({self.rank}):
-            pass  # a program waits for another one of the same launch, which has all it needs
-        if sources:
-            self._counters.pushes += 1
-            given = int(runs.count_M[runs.source_M != self.rank].sum())
-            self._counters.copied["combine_push"] += given * y.shape[1] * y.element_size()
-
-    def _see_cells(self, call: _Call, y: Tensor) -> dict[int, Cell]:
-        """Waits for the cells of the owners that hold rows of this rank, and checks them."""
         owners = self._owners(call)
-        where = f"{call.combining}, call {call.n} on rank {self.rank}"
-        closed = "The handle is closed; the group stays usable"
-        waiting = self._phases.await_cells(call.words, owners)
+        combining = self._phases.combine(
+            call.words, call.pairs, y, weights, pairs, owners, self._cell(y).words()
+        )
         self._peers.wait(
             owners,
             call.n,
             call.combining,
             Phase.COMBINE_WAIT,
-            lambda missing: missing & waiting.missing(),
+            lambda missing: missing & combining.missing(),
         )
+        self._peers.phase(Phase.COMBINE_SUM)
+        if not owners:
+            combining.missing()
+        if not combining.done:
+            self._fetch(call, y, self._judge_cells(call, y, owners, combining))
+            combining.finish()
+        self._counters.combines += 1
+        self._counters.copied["combine_out"] += combining.out.numel() * combining.out.element_size()
+        self._peers.verdict(None)
+        return combining.out
+
+    @staticmethod
+    def _cell(y: Tensor) -> Cell:
+        """What this rank says of its results."""
+        return Cell(dtype=DTYPE_CODES[y.dtype], hidden=y.shape[1], mode=int(Mode.PUSH))
+
+    def _give(self, call: _Call, y: Tensor) -> None:
+        """Writes rows of y into the z of their sources, then the cells that say so."""
+        runs = self._runs(call, None, lambda r: r.owner_M == self.rank)
+        sources = self._sources(call)
+        giving = self._phases.give(call.words, y, runs, sources, self._cell(y).words())
+        # Programs wait for others of the same launch only; and that not for ever.
+        self._peers.wait({self.rank}, call.n, call.combining, Phase.COMBINE_WRITE, giving)
+        if sources:
+            self._counters.pushes += 1
+            given = int(runs.count_M[runs.source_M != self.rank].sum())
+            self._counters.copied["combine_push"] += given * y.shape[1] * y.element_size()
+
+    def _judge_cells(self, call: _Call, y: Tensor, owners: set[int], combining: Combining) -> dict[int, Cell]:
+        """The cells of the owners of this rank's rows, all of which are here, if rows can be had from them."""
+        where = f"{call.combining}, call {call.n} on rank {self.rank}"
+        closed = "The handle is closed; the group stays usable"
         cells: dict[int, Cell] = {}
         try:
             for owner in sorted(owners):
-                words, refused = waiting.cell(owner)
+                words, refused = combining.cell(owner)
                 cells[owner] = cell = Cell.of(words)
                 if refused:
                     text = text_of(words[len(CellWord) :], cell.text_bytes)
@@ -797,9 +808,7 @@ class TritonExchange(Exchange):
 
     def _fetch(self, call: _Call, y: Tensor, cells: dict[int, Cell]) -> None:
         """Copies rows that CPU ranks left in their y to where pushed ones are."""
-        pulled = torch.tensor(
-            [owner in cells and cells[owner].mode == Mode.PULL for owner in range(self.world_size)]
-        )
+        pulled = self._peers_that(lambda peer: peer in cells and cells[peer].mode == Mode.PULL)
         runs = self._runs(call, None, lambda r: (r.source_M == self.rank) & pulled[r.owner_M])
         if len(runs):
             self._phases.fetch(call.words, y, runs, cells)

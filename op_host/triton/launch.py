@@ -39,10 +39,11 @@ class Machine:
     polls: int
 
     def tile(self, phase: Phase, hidden: int, itemsize: int, rows: int) -> tuple[int, int]:
-        """(rows, columns) that move, or are summed, together."""
+        """(rows, columns) that move, or are summed, together; at least two rows, as kernels want."""
         if self.memories is None:
             return 16, min(1 << (hidden - 1).bit_length(), 4096)
-        return row_tile(self.memories, phase, hidden=hidden, itemsize=itemsize, rows=rows)
+        high, wide = row_tile(self.memories, phase, hidden=hidden, itemsize=itemsize, rows=rows)
+        return (high, wide) if high > 1 else (2, max(1, wide // 2))
 
 
 INTERPRETER = Machine("interpreter", None, programs=1, gpu=False, rounds=True, polls=16)

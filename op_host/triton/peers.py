@@ -144,7 +144,7 @@ class Peers:
         at, code = self._layout.status_body // 4, self._layout.status_code // 4
         for peer in self.others:
             words = self._status_words(peer, self.rank)
-            words[at : at + len(body)] = torch.tensor(body, dtype=torch.int32)
+            words[at : at + len(body)] = torch.tensor(body, dtype=torch.int32, device=words.device)
             release()
             words[code : code + CODE_BLOCK // 4] = int(status)
 

@@ -20,6 +20,7 @@ from ..layout import (
     CODE_BLOCK,
     RECORD_HEADER_WORDS,
     Quant,
+    RecordWord,
     Wave,
     WindowLayout,
     align_up,
@@ -29,14 +30,14 @@ from ..tiling import Phase
 from .launch import Launcher, kernels
 from .peers import release
 from .record import Cell, Record, RowForm
-from .routing import Pairs, Runs
+from .routing import HOST, Pairs, Runs
 
 _HEADER_ROOM = 32  # int32 words from a record's header to its payload
 _WORK_WORDS = 8
 _STATE_WORDS = 8
 _CALL_WORDS = 8
 _CLEARED_AT_ONCE = 1024  # int32
-_FLAG_ROWS = 16  # rows that share a flag where this rank pushes
+FLAG_ROWS = 16  # rows that share a flag where this rank pushes
 
 
 def _power(value: int, least: int = 1) -> int:
@@ -120,10 +121,6 @@ class Phases:
         """How often each kernel was launched."""
         return dict(getattr(self._launcher, "launches", {}))
 
-    def flag_rows(self, fused: bool) -> int:
-        """Rows that share a flag where this rank pushes."""
-        return 0 if fused else _FLAG_ROWS
-
     # ------------------------------------------------------------------------------------------------- launching
 
     def _launch(self, kernel: Any, items: int, args: dict[str, Any], **constants: Any) -> None:
@@ -169,12 +166,12 @@ class Phases:
 
     def _tile(self, phase: Phase, rows: Tensor) -> dict[str, int]:
         """BR and BH for rows like those of [*, H]."""
-        tile = self._machine.tile(phase, rows.shape[1], rows.element_size(), _FLAG_ROWS)
+        tile = self._machine.tile(phase, rows.shape[1], rows.element_size(), FLAG_ROWS)
         return {"BR": tile[0], "BH": tile[1]}
 
     def _work(self, rank_M: Tensor, runs: Runs, out_M: Tensor | None = None) -> Tensor:
         """int32 [M, 8], the WORK words; ``rank_M``: the other rank of each piece."""
-        work = torch.zeros(len(runs), _WORK_WORDS, dtype=torch.int32)
+        work = torch.zeros(len(runs), _WORK_WORDS, dtype=torch.int32, device=HOST)
         work[:, 0], work[:, 1], work[:, 2], work[:, 3] = rank_M, runs.place_M, runs.count_M, runs.row_M
         if out_M is not None:
             work[:, 6] = out_M
@@ -298,7 +295,8 @@ class Phases:
                 for address, record in zip(self._heap.addresses, records, strict=True)
             ],
             dtype=torch.int64,
-        ).to(self._device)
+            device=self._device,
+        )
         args, constants = self._outputs(source, out, scales, weights)
         state = self._state(len(runs))
         self._launch(
@@ -386,7 +384,7 @@ class Phases:
             return set()
         layout, ranks = self._layout, sorted(speakers)
         at = layout.wave + int(call[2]) * layout.wave_slot_stride + int(kind) * layout.wave_kind_stride
-        cells = at + torch.tensor(ranks) * layout.wave_stride
+        cells = at + torch.tensor(ranks, device=HOST) * layout.wave_stride
         codes = self._blocks(cells + layout.wave_code)
         marks = self._blocks(cells + layout.wave_mark)
         here = (codes == int(call[1])).all(1) & (marks == marks[:, :1]).all(1) & (marks[:, 0] >= mark)
@@ -442,10 +440,6 @@ class Phases:
             release()
             words[layout.cell_code // 4 : (layout.cell_code + CODE_BLOCK) // 4] = -code
 
-    def await_cells(self, call: Tensor, owners: set[int]) -> AwaitedCells:
-        """The combine cells of owners; see there."""
-        return AwaitedCells(self, call, owners)
-
     def fetch(self, call: Tensor, y: Tensor, runs: Runs, cells: dict[int, Cell]) -> None:
         """Copies pieces that owners left in their y into the own z."""
         owners = set(runs.owner_M.tolist())
@@ -475,49 +469,18 @@ class Phases:
         y: Tensor,
         weights: Tensor | None,
         separate: bool,
-    ) -> Tensor:
-        """Sums the rows in z, all of which are there: [T, H]; or returns them as they are: [T, K * H]."""
-        tokens, top_k = pairs.expert_TK.shape
-        hidden = y.shape[1]
-        place_TK = torch.where(pairs.expert_TK < 0, -1, pairs.place_TK).int()
-        rows, terms = (tokens * top_k, 1) if separate else (tokens, top_k)
-        out = y.new_empty(rows, hidden)
-        if terms == 0:
-            return out.zero_()
-        tl = self._kernels.combine.tl
-        tile = self._machine.tile("sum", hidden, y.element_size(), rows)
-        state = self._state(max(rows, 1))
-        if rows:
-            self._launch(
-                self._kernels.combine.combine,
-                rows,
-                {
-                    "call": call,
-                    "place": place_TK.contiguous(),
-                    "weights": y if weights is None else weights,
-                    "out": out,
-                    "cell": self._zeros(CELL_BODY_WORDS),
-                    "owned": self._zeros(self._ranks),
-                    "state": state,
-                    "T": rows,
-                    "stride": self._z_stride(y),
-                },
-                K=terms,
-                H=hidden,
-                WEIGHTED=weights is not None,
-                FETCHED=True,
-                ACC=tl.float64 if y.dtype == torch.float64 else tl.float32,
-                BT=tile[0],
-                BH=tile[1],
-            )
-        return out.view(tokens, top_k * hidden) if separate else out
+        owners: set[int],
+        cell: Sequence[int],
+    ) -> Combining:
+        """The sum of rows in z; see there."""
+        return Combining(self, call, pairs, y, weights, separate, owners, cell)
 
     # ------------------------------------------------------------------------------------- what the host looks at
 
     def _blocks(self, offsets_M: Tensor) -> Tensor:
         """int32 [M, 8]: the blocks at these bytes of the own window."""
         words = self._own.view(torch.int32)
-        at = (offsets_M // 4)[:, None] + torch.arange(CODE_BLOCK // 4)
+        at = (offsets_M // 4)[:, None] + torch.arange(CODE_BLOCK // 4, device=HOST)
         return words[at.to(self._device)].cpu()
 
     def words_at(self, offset: int, count: int) -> list[int]:
@@ -549,16 +512,13 @@ class AwaitedRecords:
         )
         if not phases._errors(self._state):
             return set()
-        layout = phases._layout
-        at = self._at + torch.arange(phases._ranks) * layout.record_stride + layout.record_code
-        absent_R = (phases._blocks(at) != int(self._call[1])).any(1).tolist()
-        # One whose record came since will be copied by the next launch.
-        return {rank for rank, absent in enumerate(absent_R) if absent} or set(range(phases._ranks))
+        # What isn't here hasn't been copied.
+        kinds_R = self._records[:, RecordWord.KIND].tolist()
+        return {rank for rank, kind in enumerate(kinds_R) if kind == 0}
 
     def header(self, rank: int) -> Record:
         """The header of a record that is here."""
-        at = self._at + rank * self._phases._layout.record_stride + self._phases._layout.record_header
-        return Record.of(self._phases.words_at(at, RECORD_HEADER_WORDS))
+        return Record.of(self._records[rank, :RECORD_HEADER_WORDS].tolist())
 
     def text(self, rank: int) -> list[int]:
         """The payload of a record that is here, as words: an ABORT's text."""
@@ -572,36 +532,88 @@ class AwaitedRecords:
         return records[:, :RECORD_HEADER_WORDS].tolist(), records[:, _HEADER_ROOM:]
 
 
-class AwaitedCells:
-    """Combine cells that owners of this rank's rows write."""
+class Combining:
+    """Sums the rows in z once the cells of their owners are here.
 
-    def __init__(self, phases: Phases, call: Tensor, owners: set[int]) -> None:
-        self._phases, self._code = phases, int(call[1])
-        self._owners = sorted(owners)
+    Args:
+        y: [N, H], this rank's own; its type and H are those of all rows.
+        weights: [T, K], or None.
+        separate: the rows aren't summed.
+        owners: other ranks that hold rows of this one. cell: this rank's own cell, which theirs are compared with.
+
+    Attributes:
+        done: whether ``out`` is made.
+        out: [T, H]; [T, K * H] where rows aren't summed.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        call: Tensor,
+        pairs: Pairs,
+        y: Tensor,
+        weights: Tensor | None,
+        separate: bool,
+        owners: set[int],
+        cell: Sequence[int],
+    ) -> None:
+        self._phases, self._code, self._owners = phases, int(call[1]), sorted(owners)
         layout = phases._layout
         self._at = layout.cell + int(call[2]) * layout.cell_slot_stride
-        self._state = phases._state(phases._ranks)
+        (tokens, top_k), hidden = pairs.expert_TK.shape, y.shape[1]
+        rows, self._terms = (tokens * top_k, 1) if separate else (tokens, top_k)
+        self._rows = y.new_empty(rows, hidden)
+        self.out = self._rows.view(tokens, top_k * hidden) if separate else self._rows
+        self.done = False
+        place_TK = torch.where(pairs.expert_TK < 0, -1, pairs.place_TK).int()
+        tile = phases._machine.tile("sum", hidden, y.element_size(), rows)
         self._args = {
             "call": call,
-            "y": phases._zeros(1),
-            "cell": phases._zeros(CELL_BODY_WORDS),
+            "place": place_TK.contiguous(),
+            "weights": y if weights is None else weights,
+            "out": self._rows,
+            "cell": phases._int32(cell),
             "owned": phases._mask(owners),
-            "work": phases._zeros(1),
-            "state": self._state,
-            "entries": 0,
-            "stride": 0,
+            "T": rows,
+            "stride": phases._z_stride(y),
         }
+        self._constants = {
+            "K": self._terms,
+            "H": hidden,
+            "WEIGHTED": weights is not None,
+            "ACC": phases._kernels.catalogue.accumulator(y.element_size()),
+            "BT": tile[0],
+            "BH": tile[1],
+        }
+        self._state = phases._state(rows)
 
     def missing(self) -> set[int]:
-        """Launches a wait; returns owners whose cell isn't here."""
-        phases = self._phases
-        phases._launch(phases._kernels.combine.fetch, 1, self._args, H=1, BR=1, BH=1)
-        if not phases._errors(self._state):
+        """Launches; returns owners whose cell isn't here. With none left and not ``done``, the cells want a look."""
+        if self._launch(self._state, fetched=False):
             return set()
-        layout, owners = phases._layout, torch.tensor(self._owners)
-        codes = phases._blocks(self._at + owners * layout.cell_stride + layout.cell_code)
+        layout, owners = self._phases._layout, torch.tensor(self._owners, device=HOST)
+        codes = self._phases._blocks(self._at + owners * layout.cell_stride + layout.cell_code)
         here = ((codes == self._code) | (codes == -self._code)).all(1) & (codes == codes[:, :1]).all(1)
         return set(owners[~here].tolist())
+
+    def finish(self) -> None:
+        """Sums when all rows stand in z, whatever the cells say of where they were."""
+        self._launch(self._phases._state(len(self._rows)), fetched=True)
+        assert self.done, "cells that were here have gone"
+
+    def _launch(self, state: Tensor, fetched: bool) -> bool:
+        if self._terms == 0 and len(self._rows):
+            self._rows.zero_()
+        args = {**self._args, "state": state}
+        self._phases._launch(
+            self._phases._kernels.combine.combine,
+            len(self._rows),
+            args,
+            FETCHED=fetched,
+            **self._constants,
+        )
+        self.done = not self._phases._errors(state)
+        return self.done
 
     def cell(self, owner: int) -> tuple[list[int], bool]:
         """(body and text as words, whether it is a refusal) of a cell that is here."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..layout import expert_ranges
 
+HOST = torch.device("cpu")  # said always: callers may have set another default
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -113,8 +115,12 @@ class Geometry:
 
     def __init__(self, num_experts: int, world_size: int) -> None:
         self.ranges = expert_ranges(num_experts, world_size)
-        self.owner_E = torch.tensor([rank for rank, owned in enumerate(self.ranges) for _ in owned])
-        self._first_of_owner_E = torch.tensor([owned.start for owned in self.ranges for _ in owned])
+        self.owner_E = torch.tensor(
+            [rank for rank, owned in enumerate(self.ranges) for _ in owned], dtype=torch.int64, device=HOST
+        )
+        self._first_of_owner_E = torch.tensor(
+            [owned.start for owned in self.ranges for _ in owned], dtype=torch.int64, device=HOST
+        )
 
     def places(self, counts_RE: Tensor, align: int) -> Places:
         """Final rows, each expert's rows padded to a multiple of ``align``.
@@ -153,7 +159,7 @@ class Geometry:
         expert_N, source_N = (hi_RE > lo_RE).t().nonzero(as_tuple=True)
         at = source_N, expert_N
         lo_N, length_N = lo_RE[at], (hi_RE - lo_RE)[at]
-        group_N = torch.tensor(list(flag_rows_R))[source_N]
+        group_N = torch.tensor(list(flag_rows_R), device=HOST)[source_N]
         group_N = torch.where(group_N > 0, group_N, length_N)
         piece_N = group_N if most is None else group_N.clamp(max=most)
         # Pieces don't cross the borders of groups.
@@ -163,8 +169,8 @@ class Geometry:
         pieces_N = full_N * pieces_of_group_N + (rest_N + piece_N - 1).div(
             piece_N.clamp(min=1), rounding_mode="floor"
         )
-        run_M = torch.arange(len(lo_N)).repeat_interleave(pieces_N)
-        number_M = torch.arange(len(run_M)) - (pieces_N.cumsum(0) - pieces_N)[run_M]
+        run_M = torch.arange(len(lo_N), device=HOST).repeat_interleave(pieces_N)
+        number_M = torch.arange(len(run_M), device=HOST) - (pieces_N.cumsum(0) - pieces_N)[run_M]
         per_M = pieces_of_group_N[run_M]
         group_M = number_M.div(per_M, rounding_mode="floor")
         in_group_M = (number_M - group_M * per_M) * piece_N[run_M]
@@ -192,4 +198,4 @@ def rows_of(first_M: Tensor, count_M: Tensor) -> Tensor:
     [4, 5, 0, 1, 2]
     """
     before_M = count_M.cumsum(0) - count_M
-    return (first_M - before_M).repeat_interleave(count_M) + torch.arange(int(count_M.sum()))
+    return (first_M - before_M).repeat_interleave(count_M) + torch.arange(int(count_M.sum()), device=HOST)

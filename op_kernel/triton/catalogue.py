@@ -119,6 +119,11 @@ def power_of_two(value: int, least: int = 1) -> int:
     return max(least, 1 << max(0, value - 1).bit_length())
 
 
+def accumulator(itemsize: int) -> Any:
+    """The type that rows of so many bytes an element are summed in: float64 for float64, else float32."""
+    return tl.float64 if itemsize == 8 else tl.float32
+
+
 def signature_of(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
     """Types of a kernel's arguments: those of the catalogue (bfloat16 rows, float32 weights) but for ``types``."""
     names = [name for name in kernel.arg_names if name not in constants]

@@ -78,6 +78,7 @@ class Spec(GroupSpec):
         push: whether the group has the regions for pushing; then each product rank pushes by chance, call by call, and so does
             the numpy rank.
         flag_rows: of the product's ranks; the numpy rank takes any.
+        flags: flag_rows of each rank, where the product's differ.
         always: push whenever the document allows it.
         first_n: number of the first call.
         largest_code: V.
@@ -86,13 +87,14 @@ class Spec(GroupSpec):
 
     push: bool = False
     flag_rows: int = 0
+    flags: tuple[int, ...] = ()
     always: bool = False
     first_n: int = 1
     largest_code: int | None = None
     sync: bool = False
 
     def kwargs(self, world_size: int) -> dict[str, Any]:
-        tiling = {"flag_rows": self.flag_rows, "mix": 0 if self.always else 7} if self.push else None
+        tiling = {"flag_rows": self.flag_rows, "mix": 7 if self.push and not self.always else 0}
         return {
             **super().kwargs(world_size),
             "protocol": "push" if self.push else "pull",
@@ -382,13 +384,16 @@ def playing(
     make: Callable[..., NumpyRank] = NumpyRank,
 ) -> Iterator[Player]:
     """A group of its own in which rank ``numpy_at`` is numpy."""
-    group = ctx.fresh_group(**spec.kwargs(ctx.world_size))
+    kwargs = spec.kwargs(ctx.world_size)
+    if isinstance(spec, Spec) and spec.flags:
+        kwargs["_tiling"]["flag_rows"] = spec.flags[ctx.rank]
+    group = ctx.fresh_group(**kwargs)
     assert group.transport.name == "cpu-shm", group.transport.reason
     if ctx.rank != numpy_at:
         yield Player(ctx, group)
         return
     node = make(
-        [window.view() for window in group._windows],
+        [window.view() for window in group.heap.windows],
         ctx.rank,
         sizes_of(spec, ctx.world_size),
         FORMATS[spec.record_format],
@@ -676,7 +681,7 @@ def headers(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Any:
         rest = [bool(node._bytes(q, 72, 4096 - 72).any()) for q in R]
         counters = [node._bytes(q, 4096, 24).view("<i8").tolist() for q in R]
         unwritten = [bool(node._bytes(q, 4096 + 24, end - 4096 - 24).any()) for q in R]
-        sizes = [len(window.view()) for window in player.group._windows]
+        sizes = [len(window.view()) for window in player.group.heap.windows]
         found = [node.header(q) for q in R], sizes, rest, unwritten, counters, end
         ctx.barrier()
         return found
@@ -1119,7 +1124,7 @@ def read_words(ctx: RankContext, spec: GroupSpec, numpy_at: int, lie: int) -> li
 
 def progress_of(player: Player) -> tuple[int, int, int]:
     """EPOCH, PHASE and VERDICT of a rank's own window."""
-    epoch, phase, verdict = struct.unpack_from("<3q", player.group._windows[player.rank].view(), 4096)
+    epoch, phase, verdict = struct.unpack_from("<3q", player.group.heap.windows[player.rank].view(), 4096)
     return epoch, phase, verdict
 
 
@@ -1626,6 +1631,7 @@ class _Fused:
                 None,
                 code_of(mine.x_TH),
                 tag=turn.tag,
+                flag_rows=player.rng.choice([0, 1, 2, 3]),
                 fused=True,
                 gradients=0,
             )
@@ -1857,6 +1863,27 @@ def fused_laps(ctx: RankContext, spec: Spec, numpy_at: int, last: int) -> Caught
                 return error
         ctx.barrier()
     return None
+
+
+class SlowGroupsRank(NumpyRank):
+    """Waits between the groups of a run, of which the last one goes first."""
+
+    def _pause(self) -> None:
+        time.sleep(0.01)
+
+
+def slow_groups(ctx: RankContext, spec: Spec, numpy_at: int) -> None:
+    """Fused calls whose rows come from the numpy rank group by group, each slot's more than once."""
+    R = ctx.world_size
+    with playing(ctx, spec, numpy_at, SlowGroupsRank) as player:
+        for seed in range(6):
+            step = Step((9,) * R, 2, 5, weight_dtype=None, rows="random", routing="any", seed=seed)
+            turn = Turn(step, (2,) * R)
+            inputs = turn.inputs(spec.experts)
+            out_TH = _Fused(player, inputs[ctx.rank], turn).whole()
+            xs, idxs = [one.x_TH for one in inputs], [one.idx_TK for one in inputs]
+            want = reference.moe_reference(xs, idxs, None, relu_expert, spec.experts)[ctx.rank]
+            assert_bits(out_TH, want, f"rank {ctx.rank} (numpy at {numpy_at}), call {seed}")
 
 
 class DelayingRank(NumpyRank):

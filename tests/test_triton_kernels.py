@@ -1,0 +1,191 @@
+"""The Triton kernels in the interpreter, driven directly over windows, against the oracle and beside ranks in numpy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton; the ranks inherit it
+
+import pytest
+import torch
+from pool import RankPool
+from rank_bodies import triton_bodies
+from rank_bodies.inputs import Step
+from rank_bodies.triton_bodies import Case
+from triton_rank import ALL, PARTNER, RETURN, SEND
+
+from moe_a2a.op_host import layout
+from moe_a2a.op_kernel.triton import catalogue, words
+
+TIMEOUT = 100.0
+
+
+def steps(ranks: int, **changes: object) -> tuple[Step, ...]:
+    """A few calls of changing shape: odd sizes, dropped pairs, duplicates, a rank with no tokens, one with all rows."""
+    base = Step(tokens=(0,) * ranks, top_k=3, hidden=70, dtype="bfloat16", rows="random", drop=0.2)
+    base = replace(base, **changes)  # type: ignore[arg-type]
+    tokens = [tuple((5 * r + 3 * n + 1) % 12 for r in range(ranks)) for n in range(4)]
+    return (
+        replace(base, tokens=tokens[0], seed=1),
+        replace(base, tokens=tokens[1], seed=2, routing="any"),
+        replace(base, tokens=(0,) + tokens[2][1:], seed=3),
+        replace(base, tokens=tokens[3], seed=4, routing="one", target=1, drop=0.0),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_dispatch_and_combine(pool: RankPool, ranks: int) -> None:
+    case = Case(experts=5, steps=steps(ranks), flag_rows=(0, 1, 3))
+    pool.run(ranks, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_dtypes(pool: RankPool, dtype: str) -> None:
+    """Rows, weights and results of every dtype; y of another one than x."""
+    two = steps(2, dtype=dtype, weight_dtype="float64" if dtype == "float64" else "bfloat16", hidden=33)[:2]
+    pool.run(2, triton_bodies.exchange, Case(experts=3, steps=two), timeout=TIMEOUT)
+    two = steps(2, dtype=dtype, y_dtype="bfloat16", weight_dtype=None, hidden=33)[:1]
+    pool.run(2, triton_bodies.exchange, Case(experts=3, steps=two), timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8_e4m3"])
+def test_quantised_rows_have_the_bits_of_the_oracle(pool: RankPool, quantize: str) -> None:
+    made = steps(2, quantize=quantize, hidden=300)[:2]
+    broken = replace(made[0], rows="nan", seed=7)
+    case = Case(experts=4, steps=(*made, broken, replace(made[0], dtype="float32", seed=8)), flag_rows=(2,))
+    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_programs_of_a_rank_are_processes(pool: RankPool) -> None:
+    """They wait for each other's rows, and any of them may be late."""
+    case = Case(experts=5, steps=steps(3)[:3], programs=2, flag_rows=(2,), delay_ms=4.0)
+    pool.run(6, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_tens_of_calls_reuse_slots_and_codes(pool: RankPool) -> None:
+    """Sparse rows at high places: five codes, so each slot sees the codes of many laps."""
+    few = tuple(
+        Step(
+            tokens=((7, 0), (1, 6), (0, 0), (3, 8))[n % 4],
+            top_k=1,
+            hidden=9,
+            dtype="float32",
+            rows="turn",
+            seed=n,
+            routing=("any", "one")[n % 2],
+            target=n % 3,
+        )
+        for n in range(40)
+    )
+    case = Case(experts=3, steps=few, max_tokens=8, code_max=5, flag_rows=(1, 2))
+    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_waves(pool: RankPool) -> None:
+    """Slots of 5 rows: each call takes several waves, and the flags of one are no flags of the next."""
+    case = Case(experts=5, steps=steps(3, align=2)[:3], recv_rows=5, flag_rows=(0, 2))
+    pool.run(3, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_rows_of_pairs(pool: RankPool) -> None:
+    case = Case(experts=3, steps=steps(2, weight_dtype=None)[:1])
+    pool.run(2, triton_bodies.pair_rows, case, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("step", [{}, {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
+def test_beside_numpy(pool: RankPool, step: dict[str, object]) -> None:
+    """A rank made from the document alone pulls and pushes as it likes."""
+    case = Case(experts=5, steps=(*steps(3, **step), *steps(3, **step)), numpy=(1,), flag_rows=(0, 0, 2))
+    pool.run(3, triton_bodies.mixed, case, timeout=TIMEOUT)
+
+
+def test_a_refusal_is_seen(pool: RankPool) -> None:
+    case = Case(experts=2, steps=(steps(2, weight_dtype=None)[1],), numpy=(1,))
+    errors = pool.run(2, triton_bodies.refused, case, timeout=TIMEOUT)
+    assert errors[0] == words.ERROR_REFUSED.value
+
+
+def test_a_missing_rank_is_named(pool: RankPool) -> None:
+    case = Case(experts=2, steps=(steps(2)[0],))
+    assert pool.run(2, triton_bodies.missing, case, timeout=TIMEOUT)[0] == [words.ERROR_RECORD.value, 1]
+
+
+FUSED = {
+    "one launch": ((ALL,), False, 1),
+    "by vectors": ((ALL,), True, 1),
+    "three launches": ((SEND, RETURN), False, 1),
+    "programs": ((ALL,), False, 2),
+    "three launches, programs": ((SEND, RETURN), False, 2),
+    "partner": ((PARTNER,), False, 2),
+}
+
+
+@pytest.mark.parametrize("how", list(FUSED))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fused(pool: RankPool, how: str, ranks: int) -> None:
+    launches, vector, programs = FUSED[how]
+    made = steps(ranks, dtype="float32" if ranks == 2 else "bfloat16", hidden=40)
+    again = replace(made[0], again=made[0].seed, seed=9)
+    chosen = (*made, again) if how == "one launch" else (made[0], made[3])
+    case = Case(experts=5, steps=chosen, programs=programs, flag_rows=(0, 2), delay_ms=3.0)
+    pool.run(ranks * programs, triton_bodies.fused_calls, case, launches, vector, 20, timeout=TIMEOUT)
+
+
+def test_fused_on_one_rank(pool: RankPool) -> None:
+    case = Case(experts=3, steps=steps(1, dtype="float64", hidden=24))
+    pool.run(1, triton_bodies.fused_calls, case, (ALL,), False, 17, timeout=TIMEOUT)
+
+
+def test_fused_writes_nothing_when_the_records_want_judgement(pool: RankPool) -> None:
+    """Too many rows for a slot; a rank of another H."""
+    few = steps(2, dtype="float32", hidden=12)
+    case = Case(experts=2, steps=(replace(few[3], seed=0), few[1]), recv_rows=5)
+    for errors in pool.run(2, triton_bodies.fused_judged, case, timeout=TIMEOUT):
+        assert errors == [words.ERROR_JUDGE.value] * 2
+
+
+# ------------------------------------------------------------------------------------------- numbers and the catalogue
+
+
+def test_layout_numbers_are_the_layouts() -> None:
+    places = {field.name: at for at, field in enumerate(fields(layout.WindowLayout))}
+    numbers = {name[3:].lower(): value.value for name, value in vars(words).items() if name.startswith("AT_")}
+    assert len(numbers) > 30
+    assert numbers == {name: places[name] for name in numbers}
+
+
+def test_words_are_the_documents() -> None:
+    for prefix, enum in (("RECORD_", layout.RecordWord), ("CELL_", layout.CellWord)):
+        for name, value in vars(words).items():
+            word = name.removeprefix(prefix)
+            if name.startswith(prefix) and word in enum.__members__:
+                assert value.value == enum[word], name
+    for word in layout.Quant:
+        assert vars(words)[f"QUANT_{word.name}"].value == word
+    assert (words.MODE_PULL.value, words.MODE_PUSH.value) == (layout.Mode.PULL, layout.Mode.PUSH)
+    assert words.KIND_COUNTS.value == layout.Kind.COUNTS
+    agree = "KIND GENERATION EPOCH_LO EPOCH_HI HIDDEN DTYPE QUANT WEIGHT_DTYPE MODE PAD_LO PAD_HI ALIGN TAG_LO TAG_HI"
+    names = [*agree.split(), "ROUTING_LO", "ROUTING_HI"]
+    assert words.RECORD_AGREE.value == sum(1 << layout.RecordWord[name] for name in names)
+
+
+@pytest.mark.parametrize("target", catalogue.TARGETS)
+def test_catalogue(target: str) -> None:
+    """Every argument has a type or a value, and no two variants one name; what polls doesn't use the matrix unit on Ascend."""
+    found = catalogue.variants(target)
+    assert len({(variant.name, variant.arch) for variant in found}) == len(found) > 40
+    for variant in found:
+        names = [*variant.signature, *variant.constants]
+        assert sorted(names) == sorted(variant.kernel.arg_names), variant.name
+        assert list(variant.signature) == [n for n in variant.kernel.arg_names if n not in variant.constants]
+        assert not (target == "ascend" and variant.spins and variant.uses_dot), variant.name
+
+
+def test_catalogue_knows_its_targets() -> None:
+    with pytest.raises(ValueError, match=r"catalogue.variants: target = 'cpu'; expected one of ascend, gpu, x86"):
+        catalogue.variants("cpu")
+
+
+def test_kernels_know_no_framework() -> None:
+    assert torch.__name__ not in vars(catalogue)
