@@ -25,7 +25,6 @@ import test_options
 import test_parity
 import test_wrap
 import torch
-from lanes import crossed
 from pool import RankPool, address_of
 from rank_bodies import cases, cases_de, errors, gradients, moe_bodies, triton_ranks
 from rank_bodies import steps as bodies
@@ -97,8 +96,17 @@ Case = Callable[[RankPool], Any]
 
 
 def groups(parametrised: dict[str, Case]) -> Any:
-    """Every case in one kind of group, and each kind at least once; the others are slow."""
-    return pytest.mark.parametrize(("case", "kinds"), crossed(parametrised, GROUPS, strength=1))
+    """Every case in one kind of group, the kinds taken in turn; in the others it is slow."""
+    return pytest.mark.parametrize(
+        ("case", "kinds"),
+        [
+            pytest.param(
+                case, kinds, id=f"{name}-{label}", marks=() if number % 3 == turn else pytest.mark.slow
+            )
+            for number, (name, case) in enumerate(parametrised.items())
+            for turn, (label, kinds) in enumerate(GROUPS.items())
+        ],
+    )
 
 
 def played(interpreted: RankPool, kinds: str, case: Case) -> Counter[str]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .give import cell_offset, z_offset
-from .rounding import narrow
+from .rounding import narrow, widen
 from .signal import leave, poll, resumed, words_at
 from .take import copy_rows
 from .words import (
@@ -135,11 +135,11 @@ def sum_phase(
                 row = tl.load(place + token * K + k, mask=there, other=-1)
                 # Of a dropped pair some row is read, and then not used: a mask that depends on data would make a copy of each element.
                 source = tl.maximum(row, 0).to(tl.int64)
-                term = tl.load(z + source[:, None] * row_stride + (c0 + c)[None, :], mask=mask, other=0.0).to(
-                    ACC
-                )
+                term = tl.load(z + source[:, None] * row_stride + (c0 + c)[None, :], mask=mask, other=0.0)
+                term = widen(term, ACC, ROUND)
                 if WEIGHTED:
-                    weight = tl.load(weights + token * K + k, mask=there, other=0.0).to(ACC)
+                    weight = tl.load(weights + token * K + k, mask=there, other=0.0)
+                    weight = widen(weight, ACC, ROUND)
                     term = weight[:, None] * term
                 kept = (row >= 0)[:, None]
                 # The first term begins the sum: 0 + -0 would be +0.
