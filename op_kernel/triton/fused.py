@@ -95,7 +95,7 @@ def judge(
     words = tl.load(headers + r * header_stride + w[None, :], mask=there, other=0)
     high = tl.max(tl.where(there, words, -2147483648), 0)
     low = tl.min(tl.where(there, words, 2147483647), 0)
-    differ = tl.sum(tl.where(high == low, 0, (RECORD_AGREE >> w) & 1), 0)
+    differ = tl.sum(tl.where(high == low, 0, ((w * 0 + RECORD_AGREE) >> w) & 1), 0)
     kind = tl.sum(tl.where(w == RECORD_KIND, high, 0), 0)
     limit = tl.load(layout + AT_MAX_TOKENS) * tl.load(layout + AT_TOP_K)
     wrong = tl.where((differ == 0) & (kind == KIND_COUNTS), 0, 1)
@@ -300,7 +300,7 @@ def fused(
     item = 0
     who = 0
 
-    if PHASES & DO_PUBLISH:
+    if DO_PUBLISH & PHASES:
         publish_phase(
             windows,
             layout,
@@ -315,7 +315,7 @@ def fused(
             EP,
             SYS,
         )
-    if PHASES & DO_PUSH:
+    if DO_PUSH & PHASES:
         error, who = records_phase(
             windows, layout, call, records, me, program, programs, 0, 1, polls, R, E, EP, SYS
         )
@@ -362,7 +362,7 @@ def fused(
     r = tl.arange(0, RP)
     groups_at = words_at(record + tl.load(layout + AT_RECORD_HEADER) + 4 * RECORD_FLAG_ROWS)
     groups = tl.load(groups_at + r * words_apart, mask=r < R, other=0)
-    if (PHASES & DO_AWAIT) and PARTNER:
+    if (DO_AWAIT & PHASES) and PARTNER:
         if error == 0:
             error, item, who = ready_phase(
                 sent,
@@ -384,7 +384,7 @@ def fused(
                 SYS,
             )
             phase = tl.where(error == 0, phase, PHASE_ROWS)
-    if PHASES & (DO_AWAIT | DO_EXPERTS | DO_RETURN):
+    if (DO_AWAIT | DO_EXPERTS | DO_RETURN) & PHASES:
         rows_in = (mine + slot_of_rows(layout, call, True)).to(tl.pointer_type(x.dtype.element_ty))
         row_stride = stride // ITEM
         scratch = act + program.to(tl.int64) * (BM * I)
@@ -400,7 +400,7 @@ def fused(
             for r0 in range(q % PARTS * BM, total, PARTS * BM):
                 n = tl.minimum(total - r0, BM)
                 if (tile >= tiles_done) & (error == 0):
-                    if (PHASES & DO_AWAIT) and not PARTNER:
+                    if (DO_AWAIT & PHASES) and not PARTNER:
                         for source in range(R):
                             before, rows = run_of(by_source, source, RP)
                             low = tl.maximum(r0, before)
@@ -425,7 +425,7 @@ def fused(
                                     error = ERROR_ROWS
                                     who = source
                     row = (begin + r0).to(tl.int64)
-                    if PHASES & DO_EXPERTS:
+                    if DO_EXPERTS & PHASES:
                         if error == 0:
                             expert_tile(
                                 rows_in + row * row_stride,
@@ -445,12 +445,12 @@ def fused(
                                 BN,
                                 BK,
                             )
-                    if (PHASES & DO_RETURN) and PARTNER:
+                    if (DO_RETURN & PHASES) and PARTNER:
                         if error == 0:
                             if poll(done + local * 8, code, code, polls, SYS) == 0:
                                 error = ERROR_DONE
                                 who = local
-                    if PHASES & DO_RETURN:
+                    if DO_RETURN & PHASES:
                         if error == 0:
                             return_tile(
                                 windows,
@@ -478,7 +478,7 @@ def fused(
         if (error != 0) & (failed == 0):
             phase = PHASE_TILES
             item = tile
-    if PHASES & DO_RETURN:
+    if DO_RETURN & PHASES:
         through = resumed(state, program, PHASE_CELLS)
         j = tl.arange(0, ELP)
         failed = tl.where(error == 0, 0, 1)
@@ -499,7 +499,7 @@ def fused(
         if (error != 0) & (failed == 0):
             phase = PHASE_CELLS
             item = through
-    if PHASES & DO_COMBINE:
+    if DO_COMBINE & PHASES:
         if error == 0:
             through = resumed(state, program, PHASE_COMBINE)
             error, item, who = cells_phase(
