@@ -147,8 +147,9 @@ class EPGroup:
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
         kernels: what moves this rank's rows: "cpu" (C++), "triton" (Triton kernels, which for CPU tensors need
-            TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++. May differ between ranks. A group
-            with a Triton rank has the portable format and the memory for pushing; a Triton rank always pushes.
+            TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++, and Triton where the windows are on
+            devices. May differ between ranks. A group with a Triton rank has the portable format and the memory for
+            pushing; a Triton rank always pushes.
         protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto": by size, as the table in
             ``op_host/tiling.py`` says, which on a CPU is pull at every size. Push needs more memory; asynchronous dispatches
             pull in any case.
@@ -657,7 +658,7 @@ def _check_arguments(
         asked = {
             "record_format": (record_format, ("auto", "portable")),
             "protocol": (protocol, ("auto", "push")),
-            "transport": (transport_name, ("auto", "cpu-shm")),
+            "transport": (transport_name, ("auto", "cpu-shm", *DEVICES)),
         }
         for name, (value, allowed) in asked.items():
             if value not in allowed:
