@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -65,6 +66,18 @@ def test_what_was_measured() -> None:
         "sm_90": (64, 128, 64),
         "gfx942": (32, 64, 64),
     }
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "op_host" / "README.md").read_text()
+    for name, target in TARGETS.items():
+        tiles = [
+            "{} x {}".format(*row_tile(target, phase, hidden=7168, itemsize=2, rows=32))
+            for phase in get_args(Phase)
+        ]
+        m, n, k = product_tile(target, hidden=7168, intermediate=2048, itemsize=2, rows=32)
+        cells = [name, target.vector, target.operands, target.sums, *tiles, f"{m}, {n}, {k}"]
+        assert f"| {' | '.join(map(str, cells))} |" in readme
 
 
 def test_the_docstrings_are_right() -> None:
