@@ -11,7 +11,8 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from .errors import BadValue
 from .group import find_group
 from .op_host import native  # loads the C++ kernels
 from .op_host.experts import Spec
-from .op_host.layout import CODE_DTYPES, handle_words, matrix_digest
+from .op_host.layout import CODE_DTYPES, handle_words, routing_digest
 from .op_host.quant import QUANT_DTYPES, QUANT_NAMES, scales_shape
+
+R_ = TypeVar("R_")
 
 LIB = torch.library.Library("moe_a2a", "DEF")
 
@@ -472,18 +475,23 @@ def _(
 # that is was agreed on in forward (Gradient) and stands in the handle.
 
 
-def seal(handle: Tensor) -> Tensor:
-    """An empty tensor whose shape is a digest of the call's send-count matrix.
+def unseen(look: Callable[[], R_]) -> R_:
+    """A look into a handle is nobody's business: no mode hears of it."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return look()
+    with _disable_current_modes():
+        return look()
 
-    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward sent other counts:
-    torch compares the shapes of what both saved.
+
+def seal(handle: Tensor) -> Tensor:
+    """An empty tensor whose shape is a digest of all ranks' routings.
+
+    Saved beside the handle, it makes checkpointing notice, on every rank alike, that a recomputed forward was routed in another
+    way, also where :mod:`moe_a2a.recompute` can't say so: torch compares the shapes of what both saved.
     """
     if isinstance(handle, FakeTensor) or type(handle) is not Tensor:
         return handle.new_empty(0)
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return handle.new_empty(0, matrix_digest(handle))
-    with _disable_current_modes():  # a look into the handle is nobody's business
-        return handle.new_empty(0, matrix_digest(handle))
+    return unseen(lambda: handle.new_empty(0, routing_digest(handle)))
 
 
 def lasting(tensor: Tensor, group: str) -> Tensor:

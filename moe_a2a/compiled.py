@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from .op_host import native
 
 P_ = ParamSpec("P_")
+R_ = TypeVar("R_")
 
 with torch.inference_mode(False):
     LEDGER = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -72,6 +73,24 @@ def not_in_window(name: str, tensor: Tensor, group: str) -> None:
             f"{name} lies in the window (it came from group.empty or empty_like_rows), where later calls write, and a compiled "
             "call with gradients needs it in backward; pass a tensor of your own"
         )
+
+
+EAGER_ONLY = (
+    "an asynchronous call, or moe_a2a.moe_apply, can't be traced: what it does depends on when rows come. It runs between two "
+    "graphs; with fullgraph=True leave async_op out, and use moe instead of moe_apply"
+)
+
+
+def eagerly(call: Callable[P_, R_], *args: P_.args, **kwargs: P_.kwargs) -> R_:
+    """Runs what can't be traced, and all that it calls, outside of graphs. Called while tracing only."""
+    import torch._dynamo
+
+    return torch._dynamo.disable(call, reason=EAGER_ONLY)(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+# torch.compiler.disable, without importing all of torch._dynamo. A graph ends in front of it, or (fullgraph) says why it can't.
+eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+eagerly._torchdynamo_disable_msg = EAGER_ONLY  # type: ignore[attr-defined]
 
 
 def anchored(backward: Callable[P_, tuple[Tensor, ...]]) -> Callable[P_, tuple[Tensor, ...]]:

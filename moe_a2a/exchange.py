@@ -20,11 +20,12 @@ from torch._guards import detect_fake_mode
 
 from . import _ops, errors
 from .backward import attach_combine, attach_dispatch, wanted
-from .compiled import held, hold, not_in_window
+from .compiled import eagerly, held, hold, not_in_window
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.layout import DTYPE_CODES, HandleView
 from .op_host.quant import QUANT_CODES
+from .recompute import check_routing
 
 _dispatch_raw = torch.ops.moe_a2a.dispatch_raw.default
 _dispatch_full_raw = torch.ops.moe_a2a.dispatch_full_raw.default
@@ -159,11 +160,6 @@ class Dispatched:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
 
 
-_NO_ASYNC_TRACE = (
-    "an asynchronous call can't be traced: what it returns depends on when it is waited for. Leave async_op out inside "
-    "torch.compile"
-)
-
 _Result = TypeVar("_Result")
 
 
@@ -189,6 +185,8 @@ class _Pending(Generic[_Result]):
             HandleExpired: ``depth`` newer dispatches have started. Otherwise what :func:`dispatch` or :func:`combine` raises
             for what the peers did, and for bad weights.
         """
+        if torch.compiler.is_compiling():
+            return eagerly(self.wait)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -312,6 +310,7 @@ class _Call:
         weights_N = None if self.weights is None else weights
         # Where another rank wants gradients this one has to take part in making them.
         handle = Handle(meta, self.group, self.x.shape[0])
+        check_routing("moe_a2a.dispatch", meta)
         if self.recorded and (self.gradients or handle.view.gradients):
             rows, weights_N, handle._link = attach_dispatch(
                 self.x, self.weights, rows, weights_N, meta, self.group, self.tag
@@ -446,7 +445,19 @@ def dispatch(
         GroupPoisoned, GroupClosed: no further calls.
     """
     if async_op and torch.compiler.is_compiling():
-        raise RuntimeError(_NO_ASYNC_TRACE)
+        return eagerly(
+            dispatch,
+            x,
+            topk_idx,
+            group,
+            topk_weights,
+            routing=routing,
+            pad_to=pad_to,
+            align=align,
+            quantize=quantize,
+            async_op=True,
+            tag=tag,
+        )
     try:
         tag_id = 0 if tag is None else _tag_id(tag)
         pad = -1 if pad_to is None else _number("pad_to", pad_to, 0, 2**31 - 1)
@@ -560,7 +571,7 @@ def combine(
             f"moe_a2a.combine: handle is a {type(handle).__name__}; expected the .handle of what dispatch returned"
         ) from None
     if async_op and torch.compiler.is_compiling():
-        raise RuntimeError(_NO_ASYNC_TRACE)
+        return eagerly(combine, y, handle, topk_weights, async_op=True)
     try:
         if torch.compiler.is_compiling():
             ledger, anchor = held()
@@ -700,6 +711,7 @@ def _dispatch_full_impl(
     except Exception as error:
         named = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
         _fail_call(owner, error, "moe_a2a.dispatch", tag, routing is not None, **named)
+    check_routing("moe_a2a.dispatch", meta)
     view = HandleView(meta)
     # Copies: an operator's outputs must not be views of each other.
     return rows, view.counts.clone(), view.offsets.clone(), weights, scales, meta

@@ -8,6 +8,7 @@ Shape symbols: T tokens, H hidden, E experts, K top-k, R ranks, N received rows,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -26,12 +27,14 @@ from .backward import (
     send_again,
     wanted,
 )
-from .compiled import anchored, constant, held, hold, not_in_window
-from .exchange import _NO_ASYNC_TRACE, Handle, _fail_call, _Pending, _tag_id, combine
+from .compiled import anchored, constant, eagerly, held, hold, not_in_window
+from .exchange import Handle, _fail_call, _Pending, _tag_id, combine
 from .group import EPGroup, find_group
 from .op_host import native
 from .op_host.experts import ACTIVATIONS, Spec
-from .op_host.layout import DTYPE_CODES, Format, Gradient, HandleView
+from .op_host.layout import DTYPE_CODES, Format, Gradient, HandleView, said_weights
+from .recompute import check_routing
+from .reference import check_combine_weights
 
 _moe = torch.ops.moe_a2a.moe.default
 _moe_raw = torch.ops.moe_a2a.moe_raw.default
@@ -72,6 +75,34 @@ def _arrive(rows: Tensor, meta: Tensor, group: EPGroup) -> None:
         group._exchange.arrive(rows, meta)
 
 
+def _check_ahead(
+    x: Any, topk_idx: Any, topk_weights: Any, group: EPGroup, experts: tuple[Any, ...] = ()
+) -> None:
+    """Finds what a fused call finds before it sends anything, where the call isn't fused.
+
+    What dispatch finds itself is left to it. ``experts``: parameters and options, as operators take them.
+
+    Raises:
+        TypeError, ValueError: an argument can't be; the peers don't know it yet.
+    """
+    if any(not isinstance(value, Tensor) or value.dim() != 2 for value in (x, topk_idx)):
+        return
+    try:
+        check_combine_weights(topk_weights, topk_idx.shape[0], topk_idx.shape[1], group.rank)
+        if experts and x.dtype in DTYPE_CODES:
+            offsets = torch.zeros(group.num_local_experts + 1, dtype=torch.int32, device="cpu")
+            try:
+                _experts_raw(x[:0], offsets, *experts, False)
+            except RuntimeError as error:
+                native.raise_kernel_failure(error)
+                raise
+    except (errors.MoeA2AError, RuntimeError) as found:
+        kind = ValueError if isinstance(found, errors.BadValue) else TypeError
+        # Who looks at parameters alone doesn't know the rank.
+        text = re.sub(r"^moe_a2a\.\w+: ", "", str(found)).replace("on rank -1", f"on rank {group.rank}")
+        raise kind(text) from None
+
+
 class _Call:
     """A fused call's arguments, and what is left to do when its results are there."""
 
@@ -106,7 +137,7 @@ class _Call:
         self.code, self.limit, self.alpha = spec
         self.group = group
         self.tag = tag
-        self.gradients = gradients
+        self.gradients = gradients | said_weights(weights)
         self.keep = keep
         self.recorded = torch.is_grad_enabled()
 
@@ -122,6 +153,7 @@ class _Call:
             return _moe_raw(  # type: ignore[no-any-return]
                 self.x, topk_idx, self.weights, *self.experts, group.name, self.tag, self.gradients, self.keep
             )
+        _check_ahead(self.x, topk_idx, self.weights, group, self.experts)
         return self._composed(*_begin(self.x, topk_idx, self.weights, group, self.tag, self.gradients))
 
     def _composed(self, rows: Tensor, meta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,9 +164,12 @@ class _Call:
         keep = self.keep and bool(view.gradients)
         try:
             y, hidden = _experts_raw(rows, view.offsets, *self.experts, keep)
-        except RuntimeError as error:
+        except BaseException as error:
+            # The peers hear of it here. They must not hear of it once more, in another call.
             refuse_rows(group, meta, error, _OPERATION)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            native.raise_failure(error, f"{_OPERATION}: on rank {group.rank}, {error}")
         if group._exchange is not None:
             out = group._exchange.combine(y, meta, self.weights)
         else:
@@ -156,6 +191,7 @@ class _Call:
 
     def record(self, out: Tensor, rows: Tensor, hidden: Tensor, meta: Tensor) -> Tensor:
         """The result with its gradients, if some rank wants any."""
+        check_routing(_OPERATION, meta)
         if not self.recorded:
             return out
         union = HandleView(meta).gradients
@@ -313,7 +349,27 @@ def moe(
         due.
     """
     if async_op and torch.compiler.is_compiling():
-        raise RuntimeError(_NO_ASYNC_TRACE)
+        return eagerly(
+            moe,
+            x,
+            topk_idx,
+            topk_weights,
+            gate_up_proj,
+            down_proj,
+            group,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=activation,
+            gated=gated,
+            transposed=transposed,
+            interleaved=interleaved,
+            limit=limit,
+            alpha=alpha,
+            shared=shared,
+            recompute=recompute,
+            async_op=True,
+            tag=tag,
+        )
     begun: tuple[Tensor, Tensor] | None = None
     try:
         if activation not in ACTIVATIONS:
@@ -357,7 +413,7 @@ def moe(
         keep = torch.is_grad_enabled() and not (recompute and gradients)
         call = _Call(x, topk_weights, parameters, spec, group, tag_id, gradients, keep)
         if (shared is not None or async_op) and (_fuses(group) or group._exchange is not None):
-            begun = _begin(x, topk_idx, topk_weights, group, tag_id, gradients)
+            begun = _begin(x, topk_idx, topk_weights, group, tag_id, call.gradients)
         else:
             out, rows, hidden, meta = call.run(topk_idx)
     except errors.MoeA2AError:
@@ -421,16 +477,25 @@ def moe_apply(
         What :func:`dispatch` and :func:`combine` raise, and what ``experts`` raises: the peers then raise PeerAborted.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "moe_a2a.moe_apply: can't be traced: which rows an expert gets is known when they come. Inside torch.compile use "
-            "moe, or dispatch and combine"
+        return eagerly(
+            moe_apply,
+            experts,
+            x,
+            topk_idx,
+            topk_weights,
+            group,
+            parameters=parameters,
+            shared=shared,
+            tag=tag,
         )
     parts: list[Tensor] = []
     try:
         gradients = int(wanted(x, topk_weights, tuple(parameters)))
         tag_id = 0 if tag is None else _tag_id(tag)
-        fused = _fuses(group)
-        rows, meta = _begin(x, topk_idx, topk_weights, group, tag_id, gradients)
+        fused, said = _fuses(group), gradients | said_weights(topk_weights)
+        if not fused:
+            _check_ahead(x, topk_idx, topk_weights, group)
+        rows, meta = _begin(x, topk_idx, topk_weights, group, tag_id, said)
     except errors.MoeA2AError:
         group._check_open("moe_a2a.moe_apply")
         raise
@@ -441,6 +506,7 @@ def moe_apply(
     local = group.num_local_experts
     recorded = torch.is_grad_enabled() and bool(gradients or handle.view.gradients)
     try:
+        check_routing("moe_a2a.moe_apply", meta)
         beside = None if shared is None else shared(x)
         if not fused:
             _arrive(rows, meta, group)
@@ -552,7 +618,9 @@ def _moe_impl(
     try:
         if anchor is not None:
             not_in_window("x", x, group)
-        return call.run(topk_idx)
+        results = call.run(topk_idx)
+        check_routing(_OPERATION, results[3])
+        return results
     except errors.MoeA2AError:
         raise
     except Exception as error:

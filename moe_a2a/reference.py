@@ -53,12 +53,15 @@ from .errors import (
 )
 from .op_host.layout import (
     CODE_DTYPES,
+    COMBINE_WEIGHTS,
     DTYPE_CODES,
+    GRADIENT_BITS,
     HANDLE_HEADER_WORDS,
     HandleView,
     HandleWord,
     expert_ranges,
     handle_words,
+    ids_digest,
     pack_handle,
 )
 from .op_host.quant import QUANT_NAMES
@@ -668,7 +671,13 @@ class _Header(NamedTuple):
     align: int = 1
     routing: int = 0  # digest of the send-count matrix that is used again, 0 for a new one
     pad_to: int = -1  # may differ
-    gradients: int = 0  # bits of Gradient; may differ
+    gradients: int = 0  # bits of Gradient, which may differ; plus said_weights()
+    ids: int = 0  # ids_digest of topk_idx; may differ
+
+    @property
+    def combine_weights(self) -> int:
+        """One more than the code of the dtype of the weights that combine will get, 0 if nobody knows."""
+        return self.gradients // COMBINE_WEIGHTS
 
 
 # Fields that all ranks have to agree on: name for the message, how its value reads.
@@ -679,6 +688,10 @@ _AGREE: dict[str, tuple[str, Callable[[int], str]]] = {
     "hidden": ("the hidden size H", str),
     "dtype": ("the rows' dtype", lambda code: str(CODE_DTYPES.get(code))),
     "weight_dtype": ("topk_weights", lambda code: str(CODE_DTYPES.get(code))),
+    "combine_weights": (
+        "topk_weights, of which gradients are wanted",
+        lambda said: str(CODE_DTYPES.get(said - 1)),
+    ),
     "tag": ("the tag", str),
     "quant": ("quantize", lambda code: str(QUANT_NAMES.get(code))),
     "align": ("align", str),
@@ -799,7 +812,8 @@ class Exchange(abc.ABC):
     def begin_moe(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, tag: int, gradients: int
     ) -> tuple[Tensor, Tensor]:
-        """The first half of a fused call: sends what is this rank's to send.
+        """The first half of a fused call: sends what is this rank's to send. ``gradients``: bits of Gradient, and what
+        :func:`op_host.layout.said_weights` says.
 
         Returns:
             rows: [N, H], where the experts' rows are after :meth:`arrive`. meta: the handle.
@@ -919,7 +933,14 @@ class Exchange(abc.ABC):
             num_experts=limits.num_experts,
             local_experts=len(local),
         )
-        parts = (HandleWord.COUNTS, HandleWord.OFFSETS, HandleWord.MATRIX, HandleWord.EXPERT, HandleWord.ROW)
+        parts = (
+            HandleWord.COUNTS,
+            HandleWord.OFFSETS,
+            HandleWord.MATRIX,
+            HandleWord.EXPERT,
+            HandleWord.ROW,
+            HandleWord.IDS,
+        )
         if [int(meta[part]) for part in parts] + [len(meta)] != first:
             raise changed
         topk_idx = handle.expert_TK.clone()
@@ -1084,6 +1105,7 @@ class CollectiveExchange(Exchange):
                 routing=digest,
                 pad_to=pad_to,
                 gradients=gradients,
+                ids=int(ids_digest(ids_TK)),
             )
         except Exception as error:  # whatever stops this rank, its peers must hear of it
             failure = named_error("moe_a2a.dispatch", error, self.rank)
@@ -1099,6 +1121,10 @@ class CollectiveExchange(Exchange):
             headers,
             ("epoch", "hidden", "dtype", "weight_dtype", "tag", "quant", "align", "routing"),
         )
+        wanted = functools.reduce(operator.or_, (h.gradients for h in headers.values())) & GRADIENT_BITS
+        if wanted:  # backward sends the weights that combine gets
+            said = {rank: h for rank, h in headers.items() if h.combine_weights}
+            self._check_agreement(_DISPATCH, said, ("combine_weights",))
         self._check_sizes(headers, counts_RE, align)
 
         assert ids_TK is not None
@@ -1135,7 +1161,8 @@ class CollectiveExchange(Exchange):
                 num_experts=self._limits.num_experts,
                 align=align,
                 out_rows=out_rows,
-                gradients=functools.reduce(operator.or_, (h.gradients for h in headers.values())),
+                gradients=wanted,
+                ids_R=[headers[rank].ids for rank in range(self.world_size)],
             )
         except Exception as error:  # no memory for padding, say: this rank's own affair
             raise named_error("moe_a2a.dispatch", error, self.rank) from error

@@ -40,6 +40,7 @@ from __future__ import annotations
 import enum
 import itertools
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -161,7 +162,9 @@ class RecordWord(enum.IntEnum):
     READ_LO = 24  # the source reads nothing of calls up to this one any more
     READ_HI = 25
     ASYNC = 26  # 1 when the source may wait for its rows later than the call
-    GRADIENTS = 27  # bits of Gradient: what the source wants gradients of
+    GRADIENTS = 27  # bits of Gradient: what the source wants gradients of; plus said_weights()
+    IDS_LO = 28  # ids_digest() of the source's topk_idx
+    IDS_HI = 29
 
 
 class Gradient(enum.IntFlag):
@@ -171,6 +174,19 @@ class Gradient(enum.IntFlag):
     WEIGHTS = 2  # the routing weights
     EXPERTS = 4  # the experts' parameters
     RECOMPUTE = 8  # the fused call: rows aren't kept, so backward dispatches x again
+
+
+GRADIENT_BITS = 15
+COMBINE_WEIGHTS = 16  # of RecordWord.GRADIENTS: this times one more than the code of the weights' dtype
+
+
+def said_weights(topk_weights: torch.Tensor | None) -> int:
+    """What GRADIENTS says, beside the bits, of the weights that combine will get: they travel in backward, so ranks must agree.
+
+    0 for a dtype that doesn't travel, which is refused elsewhere.
+    """
+    code = 0 if topk_weights is None else DTYPE_CODES.get(topk_weights.dtype, -1)
+    return (code + 1) * COMBINE_WEIGHTS
 
 
 class CellWord(enum.IntEnum):
@@ -573,16 +589,17 @@ class HandleWord(enum.IntEnum):
     ALIGN = 17  # each expert's rows are padded to a multiple of this
     OUT_ROWS = 18  # rows of d.x: ROWS, or pad_to
     GRADIENTS = 19  # bits of Gradient: what some rank wants gradients of
+    IDS = 20  # first word of the digests of all ranks' topk_idx: int64 [R]
 
 
-HANDLE_HEADER_WORDS = 20
+HANDLE_HEADER_WORDS = 21
 HANDLE_MAGIC = 0x6D6F655F68646C31
 
 
 def handle_words(
     *, num_tokens: int, top_k: int, world_size: int, num_experts: int, local_experts: int
 ) -> list[int]:
-    """First words of counts, offsets, matrix, expert and row, and the number of words in all."""
+    """First words of counts, offsets, matrix, expert, row and ids, and the number of words in all."""
 
     def int32s(count: int) -> int:
         return (count + 1) // 2
@@ -592,7 +609,8 @@ def handle_words(
     matrix = offsets + int32s(local_experts + 1)
     expert = matrix + int32s(world_size * num_experts)
     row = expert + int32s(num_tokens * top_k)
-    return [counts, offsets, matrix, expert, row, row + int32s(num_tokens * top_k)]
+    ids = row + int32s(num_tokens * top_k)
+    return [counts, offsets, matrix, expert, row, ids, ids + world_size]
 
 
 class HandleView:
@@ -694,10 +712,37 @@ class HandleView:
         """[T, K] int32: the row of each pair among its owner's received rows, -1 where dropped."""
         return self._int32(HandleWord.ROW, self.num_tokens * self.top_k).view(self.num_tokens, self.top_k)
 
+    @property
+    def ids(self) -> list[int]:
+        """Digests of all ranks' topk_idx, the same on every rank of a call."""
+        start = self._words[HandleWord.IDS]
+        return self._meta[start : start + self.world_size].tolist()
 
-def matrix_digest(meta: torch.Tensor) -> int:
-    """31 bits that tell handles' send-count matrices apart; the same on every rank of a call."""
-    return zlib.crc32(HandleView(meta).counts_RE.numpy().tobytes()) & 0x7FFFFFFF
+
+def ids_digest(topk_idx: torch.Tensor) -> torch.Tensor:
+    """A number that tells routings [T, K] of one shape apart: int64 [], on the device of the ids (-1 for no expert).
+
+    The sum over pairs p = t K + k, modulo 2^64, of ``(id + 1) * factor(p)``, where the factor is odd: one id that changes
+    always changes the sum. ``op_kernel/cpu/route.cpp`` has the same.
+
+    >>> [hex(ids_digest(torch.tensor([ids])).item() % 2**64) for ids in ([-1, -1], [0, -1], [-1, 0])]
+    ['0x0', '0x7fc315610e539abd', '0x12309df51ca73579']
+    """
+    pairs = torch.arange(1, topk_idx.numel() + 1, device=topk_idx.device)
+    mixed = pairs * _signed(0x9E3779B97F4A7C15)
+    # torch's shift keeps the sign.
+    factor = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _signed(0xFF51AFD7ED558CCD) | 1
+    return (factor * (topk_idx.reshape(-1).long() + 1)).sum()
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same 64 bits."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def routing_digest(meta: torch.Tensor) -> int:
+    """31 bits that tell the routings of handles apart; the same on every rank of a call."""
+    return zlib.crc32(repr(HandleView(meta).ids).encode()) & 0x7FFFFFFF
 
 
 def pack_handle(
@@ -713,6 +758,7 @@ def pack_handle(
     counts_RE: torch.Tensor,
     expert_TK: torch.Tensor,
     row_TK: torch.Tensor,
+    ids_R: Sequence[int],
     num_experts: int,
     group: int = 0,
     align: int = 1,
@@ -724,6 +770,7 @@ def pack_handle(
     Args:
         counts_RE: [R, E] integers, the send-count matrix.
         expert_TK, row_TK: [T, K] integers, -1 where dropped.
+        ids_R: :func:`ids_digest` of each rank's topk_idx.
 
     Returns:
         int64 [words]; read it with :class:`HandleView`.
@@ -759,6 +806,7 @@ def pack_handle(
         HandleWord.MATRIX: words[2],
         HandleWord.EXPERT: words[3],
         HandleWord.ROW: words[4],
+        HandleWord.IDS: words[5],
     }
     for word, value in header.items():
         meta[word] = value
@@ -769,4 +817,5 @@ def pack_handle(
     view.counts_RE.copy_(counts_RE)
     view.expert_TK.copy_(expert_TK)
     view.row_TK.copy_(row_TK)
+    meta[words[5] :] = torch.tensor(ids_R, dtype=torch.int64)
     return meta

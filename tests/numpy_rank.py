@@ -68,7 +68,8 @@ MAGIC = 0x6D6F655F61326131
 VERSION = 4
 RECORD = _numbered(
     "KIND REASON GENERATION EPOCH_LO EPOCH_HI TOKENS HIDDEN DTYPE QUANT WEIGHT_DTYPE TOP_K MODE PAD_LO PAD_HI ALIGN "
-    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI ASYNC GRADIENTS"
+    "TAG_LO TAG_HI X_LO X_HI X_STRIDE TEXT_BYTES FLAG_ROWS ROUTING_LO ROUTING_HI READ_LO READ_HI ASYNC GRADIENTS "
+    "IDS_LO IDS_HI"
 )
 CELL = _numbered("REASON DTYPE HIDDEN STRIDE Y_LO Y_HI TEXT_BYTES MODE")
 STATUS = _numbered("REASON WHO EPOCH_LO EPOCH_HI PHASE GENERATION")
@@ -246,6 +247,16 @@ def digest(counts_RE: Array, n: int) -> int:
     return s or 1
 
 
+def ids_digest(idx_TK: Array) -> int:
+    """What IDS carries of a routing."""
+    total = 0
+    for p, value in enumerate(idx_TK.reshape(-1).tolist()):
+        a = (p + 1) * 0x9E3779B97F4A7C15 % 2**64
+        total += (value + 1) * ((a ^ (a >> 32)) * 0xFF51AFD7ED558CCD % 2**64 | 1)
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
 def widen(values: Array, dtype: int, acc: type[np.floating[Any]]) -> Array:
     """Storage to the type that sums are made in."""
     if dtype == BFLOAT16:
@@ -306,6 +317,7 @@ class Handle:
     counts_RE: Array
     align: int
     gradients: int = 0  # what some rank wants gradients of
+    ids: tuple[int, ...] = ()  # IDS of every rank
 
 
 @dataclass(frozen=True)
@@ -772,6 +784,7 @@ class NumpyRank:
             **both("ROUTING", 0 if routing is None else digest(routing.counts_RE, routing.n)),
             "ASYNC": int(later),
             "GRADIENTS": gradients,
+            **both("IDS", ids_digest(idx_TK)),
         }
         self._send_record(record, counts_E.tobytes() if routing is None else b"")
         missing = self._missing[n] = set(self.peers)
@@ -840,6 +853,13 @@ class NumpyRank:
         if len(set(fused.values())) > 1:
             self._end_call(4)
             raise CallMismatch(f"{where}: MODE is FUSED by rank: {fused}")
+        gradients = 0
+        for record in records.values():
+            gradients |= record["GRADIENTS"] % 16
+        weights = {q: record["GRADIENTS"] // 16 for q, record in records.items() if record["GRADIENTS"] >= 16}
+        if gradients and len(set(weights.values())) > 1:
+            self._end_call(4)
+            raise CallMismatch(f"{where}: weights of combine by rank: {weights}, gradients {gradients}")
         if call.matrix_RE is not None:
             C = call.matrix_RE
         else:
@@ -853,10 +873,8 @@ class NumpyRank:
         W = 1
         if max(totals) > self.cap and any(record["MODE"] != PULL for record in records.values()):
             W = max(-(-total // self.cap) for total in totals)
-        gradients = 0
-        for record in records.values():
-            gradients |= record["GRADIENTS"]
-        handle = Handle(call.n, call.idx_TK, C, call.record["ALIGN"], gradients)
+        ids = tuple(joined(records[q]["IDS_LO"], records[q]["IDS_HI"]) for q in self.ranks)
+        handle = Handle(call.n, call.idx_TK, C, call.record["ALIGN"], gradients, ids)
         return Met(records, C, first_RE, totals, W, handle)
 
     def receive(self, call: Call) -> Received:
@@ -1121,12 +1139,14 @@ class NumpyRank:
             "TOKENS and TOP_K",
             record["TOKENS"] <= self.sizes.max_tokens and record["TOP_K"] <= self.sizes.top_k,
         )
-        demand("GRADIENTS", 0 <= record["GRADIENTS"] <= X | WEIGHTS | EXPERTS | RECOMPUTE)
+        demand("GRADIENTS", record["GRADIENTS"] % 16 <= X | WEIGHTS | EXPERTS | RECOMPUTE)
+        demand("weights", 0 <= record["GRADIENTS"] // 16 <= 1 + max(STORAGE))
         plain = ("HIDDEN", "DTYPE", "QUANT", "WEIGHT_DTYPE", "MODE", "FLAG_ROWS", "ASYNC")
         if record["KIND"] == ROUND:
             demand("nothing but a routing", not any(record[name] for name in plain))
             demand("no PAD", joined(record["PAD_LO"], record["PAD_HI"]) == -1 and record["ALIGN"] >= 1)
             demand("ROUTING", record["ROUTING_LO"] or record["ROUTING_HI"])
+            demand("no IDS", (record["IDS_LO"], record["IDS_HI"]) == (0, 0))
             return record, payload(0)
         demand("dtypes", record["DTYPE"] in STORAGE and record["WEIGHT_DTYPE"] in (NO_DTYPE, *STORAGE))
         if record["MODE"] == FUSED:

@@ -220,6 +220,39 @@ def test_tracing_sends_nothing(tokens: int, pad_to: int) -> None:
         assert group.stats()["epoch"] == epoch + 2
 
 
+@pytest.mark.parametrize("name", ["dispatch", "combine", "moe", "moe_apply"])
+def test_what_cannot_be_traced_runs_between_graphs(name: str) -> None:
+    """With fullgraph it is refused, with the reason."""
+    x, idx, w, up, down = _arguments(7)
+    with _group() as group:
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            if name == "moe":
+                return moe_a2a.moe(x, idx, w, up, down, group, async_op=True).wait() + 1
+            if name == "moe_apply":
+                return moe_a2a.moe_apply(lambda rows, e: rows * (e + 1), x, idx, w, group) + 1
+            d: Any = moe_a2a.dispatch(x, idx, group, async_op=name == "dispatch")
+            if name == "dispatch":
+                d = d.wait()
+            out: Any = moe_a2a.combine(d.x * 3, d, w, async_op=name == "combine")
+            return (out.wait() if name == "combine" else out) + 1
+
+        graphs = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        want = step(x)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(step, backend=backend)(x), want)
+        assert graphs, "nothing was compiled"
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="with fullgraph=True leave async_op out"):
+            torch.compile(step, backend=backend, fullgraph=True)(x)
+
+
 class _Exported(torch.nn.Module):
     def __init__(self, group: Any, up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()

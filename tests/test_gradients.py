@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pool import RankPool
@@ -188,17 +189,6 @@ def test_case_52_checkpoint(pool: RankPool, way: str, reentrant: bool) -> None:
     pool.run(4, bodies.checkpointed, Layer((3, 0, 6, 2), seed=52), way, reentrant)
 
 
-@pytest.mark.parametrize("way", moe_bodies.WAYS)
-def test_case_52_another_route_in_the_recompute(pool: RankPool, way: str) -> None:
-    """Every rank sees it: by what was saved (not reentrant), or not at all, since all of the graph is new (reentrant)."""
-    layer = Layer((3, 4, 6, 2), drop=0.0, seed=52)
-    for error in pool.run(4, bodies.flipped_route, layer, way, False):
-        assert (
-            error is not None and "CheckpointError" in error.kinds and "different metadata" in error.message
-        )
-    assert pool.run(4, bodies.flipped_route, layer, way, True) == [None] * 4
-
-
 @pytest.mark.parametrize("way", ["fused", "beside", "later", "parts", "weights travel", "parts later"])
 def test_case_52_selective_checkpoint_sends_nothing_again(pool: RankPool, way: str) -> None:
     for alone, calls in pool.run(2, bodies.selectively, Layer((3, 5), seed=52), way):
@@ -243,6 +233,56 @@ def test_bad_arguments(pool: RankPool, what: str) -> None:
                 )
             else:
                 check(error, PEER, (f"rank {bad_rank}", word))
+
+
+NOT_FUSED: dict[str, dict[str, Any]] = {
+    "line": {"record_format": "line"},
+    "collective": {"transport": "collective"},
+}
+
+
+@pytest.mark.parametrize("how", NOT_FUSED)
+def test_bad_arguments_where_calls_are_not_fused(pool: RankPool, how: str) -> None:
+    """They are found before anything is sent, in one call on all ranks."""
+    for what, (word, _) in bodies.BAD.items():
+        for rank, error in enumerate(pool.run(2, bodies.bad_argument, what, 1, NOT_FUSED[how])):
+            assert error is not None, what
+            if rank == 1:
+                check(error, TYPE if "BadType" in error.kinds else VALUE, ("rank 1", word, "moe_a2a."))
+                assert "rank -1" not in error.message
+            else:
+                check(error, PEER, ("rank 1", word))
+
+
+@pytest.mark.parametrize("how", NOT_FUSED)
+def test_experts_that_fail_where_calls_are_not_fused(pool: RankPool, how: str) -> None:
+    """The peers hear of it in combine, and not once more in a call of its own."""
+    for rank, (error, calls) in enumerate(pool.run(3, bodies.experts_that_fail, NOT_FUSED[how])):
+        assert error is not None and "no memory for products" in error.message and "rank 1" in error.message
+        assert calls == 1
+        assert ("PeerAborted" in error.kinds) == (rank != 1), error
+
+
+@pytest.mark.parametrize("changes", [{}, *NOT_FUSED.values()], ids=["fused", *NOT_FUSED])
+@pytest.mark.parametrize("how", ["none", "float64"])
+@pytest.mark.parametrize("way", ["moe", "apply"])
+def test_weights_that_differ_are_found_in_forward(
+    pool: RankPool, way: str, how: str, changes: dict[str, Any]
+) -> None:
+    """Where backward would send them; on all ranks alike. Without gradients each rank's weights are its own affair."""
+    for wants in ("x", "w", "xwe"):
+        for first, second in pool.run(3, bodies.other_weights, changes, how, wants, way):
+            assert first is not None and second is None
+            assert "CallMismatch" in first.kinds and "topk_weights" in first.message, first
+            assert "rank 1" in first.message and "float32" in first.message, first
+    assert pool.run(3, bodies.other_weights, changes, how, "", way) == [(None, None)] * 3
+
+
+def test_weights_that_differ_in_combine_are_found_in_backward(pool: RankPool) -> None:
+    """Nothing of combine is known when rows are dispatched, and it sends nothing about weights."""
+    for first, second in pool.run(3, bodies.other_weights, {}, "none", "xw", "parts"):
+        assert first is None
+        assert second is not None and "CallMismatch" in second.kinds and "topk_weights" in second.message
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "KeyboardInterrupt", "PeerAborted"])

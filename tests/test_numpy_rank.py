@@ -756,6 +756,13 @@ def test_gradients_that_some_rank_wants(pool: RankPool) -> None:
         assert found == [0, 1, 2, 4, 12]
 
 
+def test_digests_of_ids(pool: RankPool) -> None:
+    """In plain Python, in torch and in C++ they are the same, and all ranks know all of them."""
+    first, *others = pool.run(3, bodies.ids_of_all, usual(), 1)
+    assert all(found == first for found in others)
+    assert len({word for ids in first for word in ids}) == 7  # and a zero where there are no tokens
+
+
 def test_foreign_record_is_checked(pool: RankPool) -> None:
     """The numpy rank's own demands on records are not idle: one that is not met ends the run."""
     with pytest.raises(RankFailed, match="ProtocolError"):

@@ -844,7 +844,7 @@ std::tuple<Tensor, Tensor> experts_raw(Tensor rows, Tensor offsets, Tensor up, T
                                                type_name(offsets).c_str()));
     const int64_t local = offsets.size(0) - 1, hidden = rows.size(1);
     bool wrong_type = false;
-    const std::string bad = Experts::check(parameters, local, hidden, dtype, 0, &wrong_type);
+    const std::string bad = Experts::check(parameters, local, hidden, dtype, -1, &wrong_type);
     if (!bad.empty()) throw Failure(wrong_type ? FailureKind::BAD_TYPE : FailureKind::BAD_VALUE, bad);
     const auto* at = static_cast<const int32_t*>(offsets.const_data_ptr());
     for (int64_t e = 0; e < local; ++e)

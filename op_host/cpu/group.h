@@ -107,7 +107,7 @@ class Group {
     bool async = false;      // x, unless it lies in the window, is not looked at again after send_dispatch
     bool fused = false;      // rows go straight into the owners' y, to be computed there
     bool round = false;      // no rows: opens a call in which the rows of `routing` are combined again
-    int32_t gradients = 0;   // bits of what this rank wants gradients of
+    int32_t gradients = 0;   // bits of what this rank wants gradients of; and see COMBINE_WEIGHTS
   };
   struct DispatchPlan {
     uint64_t epoch;
@@ -262,6 +262,7 @@ class Group {
     std::vector<int64_t> pads;         // [R]
     int64_t waves = 1;                 // of its pushed rows
     int32_t gradients = 0;             // what some rank wants
+    std::vector<int64_t> ids;          // [R]: digests of the sources' topk_idx
     std::vector<int32_t> waiting;      // fused: local experts with rows that next_expert hasn't returned
     std::vector<int32_t> order;        // and those it has
     // combine

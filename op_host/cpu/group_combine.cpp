@@ -36,7 +36,7 @@ void Group::check_handle(const int64_t* handle, int64_t words, const char* opera
   if (handle[w::TOKENS] != call.tokens || handle[w::TOP_K] != call.top_k || handle[w::ROWS] != rows ||
       handle[w::OUT_ROWS] != (call.header.pad_to >= 0 ? call.header.pad_to : rows) ||
       handle[w::ALIGN] != call.header.align || words != where.total || handle[w::MATRIX] != where.matrix ||
-      handle[w::EXPERT] != where.expert || handle[w::ROW] != where.row)
+      handle[w::EXPERT] != where.expert || handle[w::ROW] != where.row || handle[w::IDS] != where.ids)
     throw Failure(FailureKind::BAD_VALUE, say("%s: the handle on rank %ld was written to after dispatch returned it", operation,
                                               rank_));
   if (call.stage != Stage::OPEN && !dropped(Rule::ONE_COMBINE))

@@ -142,6 +142,7 @@ void Group::judge(CallState& call) {
              call.operation, epoch, rank_, why.c_str()));
   };
   call.flag_rows.resize(static_cast<size_t>(ranks));
+  call.ids.resize(static_cast<size_t>(ranks));
   call.pads.resize(static_cast<size_t>(ranks));
   call.sources.resize(static_cast<size_t>(ranks));
   call.matrix.resize(static_cast<size_t>(ranks * experts));
@@ -150,6 +151,9 @@ void Group::judge(CallState& call) {
   const bool alone = dropped(Rule::REUSE_HAS_RECORDS) && call.header.routing != 0;
   int64_t late = -1, prompt = -1;  // ranks that wait for their rows later, and at once
   call.gradients = 0;
+  std::string weights;  // in which two ranks' weights for combine differ
+  int32_t first_weights = 0;
+  int64_t first = -1, wants = -1;
   for (int64_t s = 0; s < ranks; ++s) {
     const CallHeader header = s == rank_ || alone ? call.header : read_record(layout_, own(), s, epoch);
     if (header.kind == kind::ABORT)
@@ -162,7 +166,19 @@ void Group::judge(CallState& call) {
     }
     const auto at = static_cast<size_t>(s);
     const bool push = header.mode != static_cast<int32_t>(Mode::PULL);
-    call.gradients |= header.gradients;
+    call.gradients |= header.gradients & GRADIENT_BITS;
+    if ((header.gradients & GRADIENT_BITS) != 0) wants = s;
+    if (const int32_t said = header.gradients / COMBINE_WEIGHTS; said > 0) {
+      if (first < 0) {
+        first = s;
+        first_weights = said;
+      } else if (said != first_weights && weights.empty()) {
+        const auto type = [](int32_t word) { return dtype_name(static_cast<Dtype>(word - 1)); };
+        weights = say("topk_weights' dtype (none: not given) is %s on rank %ld and %s on rank %ld", type(first_weights), first,
+                      type(said), s);
+      }
+    }
+    call.ids[at] = header.ids;
     call.flag_rows[at] = push ? header.flag_rows : -1;
     call.pads[at] = header.pad_to;
     (header.async != 0 ? late : prompt) = s;
@@ -183,6 +199,8 @@ void Group::judge(CallState& call) {
       return refuse(say("rank %ld's record counts %ld pairs of %ld tokens with %ld experts each", s, pairs, header.tokens,
                         header.top_k));
   }
+  // They don't travel now, but they will in backward.
+  if (wants >= 0 && !weights.empty()) return refuse(say("%s, while rank %ld wants gradients", weights.c_str(), wants));
   call.sources[static_cast<size_t>(rank_)] = call.own;
   row_bases(call.matrix.data(), ranks, experts, rank_, call.header.align, call.base.data(), call.totals.data());
   call.waves = 1;
@@ -399,6 +417,7 @@ void Group::send_call(const DispatchInput& input, CallState& call) {
   header.async = input.async ? 1 : 0;
   header.align = static_cast<int32_t>(input.align);
   header.gradients = input.gradients;
+  if (!input.round) header.ids = ids_digest(call.expert.data(), call.tokens * call.top_k);
   if (input.round) header.align = static_cast<int32_t>(input.routing[handle_word::ALIGN]);
   if (input.routing != nullptr)
     header.routing = routing_digest(call.matrix.data(), static_cast<int64_t>(call.matrix.size()),
@@ -653,7 +672,8 @@ void Group::write_handle(const CallState& call, const DispatchPlan& plan, int64_
   handle[w::MATRIX] = words.matrix;
   handle[w::EXPERT] = words.expert;
   handle[w::ROW] = words.row;
-  if (words.total > words.row) handle[words.total - 1] = 0;  // a last int32 without a partner
+  handle[w::IDS] = words.ids;
+  if (words.ids > words.row) handle[words.ids - 1] = 0;  // a last int32 without a partner
   auto* offsets = reinterpret_cast<int32_t*>(handle + words.offsets);
   if (local % 2 == 0) offsets[local + 1] = 0;
   std::memcpy(offsets, call.offsets.data(), static_cast<size_t>(local + 1) * 4);
@@ -663,6 +683,7 @@ void Group::write_handle(const CallState& call, const DispatchPlan& plan, int64_
   std::memcpy(matrix, call.matrix.data(), static_cast<size_t>(ranks * experts) * 4);
   auto* expert = reinterpret_cast<int32_t*>(handle + words.expert);
   auto* row = reinterpret_cast<int32_t*>(handle + words.row);
+  std::copy(call.ids.begin(), call.ids.end(), handle + words.ids);
   if (pairs % 2 != 0) expert[pairs] = 0;
   for (int64_t pair = 0; pair < pairs; ++pair) {
     const int32_t e = call.expert[static_cast<size_t>(pair)];

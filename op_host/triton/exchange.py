@@ -45,7 +45,10 @@ from ...reference import (
 from ..heap import SymmetricHeap
 from ..layout import (
     CELL_TEXT_BYTES,
+    CODE_DTYPES,
+    COMBINE_WEIGHTS,
     DTYPE_CODES,
+    GRADIENT_BITS,
     SCALAR_BYTES,
     CellWord,
     HandleView,
@@ -54,6 +57,7 @@ from ..layout import (
     Phase,
     Wave,
     WindowLayout,
+    ids_digest,
     pack_handle,
 )
 from ..quant import QUANT_NAMES
@@ -334,6 +338,7 @@ class TritonExchange(Exchange):
             flag_rows=FLAG_ROWS,
             routing=self._digest_of(again),
             gradients=gradients,
+            ids=int(ids_digest(ids_TK)),
         )
 
     def _use_routing(self, call: _Call, ids_TK: Tensor, again: HandleView | None) -> None:
@@ -449,7 +454,18 @@ class TritonExchange(Exchange):
                 f"async_op is used on rank {late} and not on rank {prompt}, and rank {totals_R.index(max(totals_R))} receives "
                 f"more rows than the window holds (max_recv_rows = {cap}), which some rank pushes"
             )
-        call.gradients = functools.reduce(operator.or_, (record.gradients for record in call.records))
+        wanted = functools.reduce(operator.or_, (record.gradients for record in call.records))
+        call.gradients = wanted & GRADIENT_BITS
+        said = {
+            peer: record.gradients // COMBINE_WEIGHTS
+            for peer, record in enumerate(call.records)
+            if record.gradients // COMBINE_WEIGHTS
+        }
+        if call.gradients and len(set(said.values())) > 1:  # backward sends the weights that combine gets
+            dtypes = ", ".join(
+                f"{CODE_DTYPES.get(code - 1, 'not given')} on rank {peer}" for peer, code in said.items()
+            )
+            return refuse(f"topk_weights, of which gradients are wanted, are {dtypes}")
         call.stage = _Stage.MET
 
     # ------------------------------------------------------------------------------------------------------ rows
@@ -622,6 +638,7 @@ class TritonExchange(Exchange):
             align=call.record.align,
             out_rows=out_rows,
             gradients=call.gradients,
+            ids_R=[record.ids for record in call.records],
         )
         self._open[call.n] = meta.clone()
         call.stage = _Stage.OPEN

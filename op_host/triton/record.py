@@ -72,7 +72,15 @@ def routing_digest(matrix: Iterable[int], epoch: int) -> int:
     return state - 2**64 if state >= 2**63 else state
 
 
-_HALVES = {"epoch": "EPOCH", "pad_to": "PAD", "tag": "TAG", "x": "X", "routing": "ROUTING", "read": "READ"}
+_HALVES = {
+    "epoch": "EPOCH",
+    "pad_to": "PAD",
+    "tag": "TAG",
+    "x": "X",
+    "routing": "ROUTING",
+    "read": "READ",
+    "ids": "IDS",
+}
 _WORDS = {
     "kind": RecordWord.KIND,
     "reason": RecordWord.REASON,
@@ -118,7 +126,8 @@ class Record:
     routing: int = 0
     read: int = 0
     later: int = 0
-    gradients: int = 0
+    gradients: int = 0  # bits of Gradient, and what said_weights() says
+    ids: int = 0
 
     def words(self) -> list[int]:
         """int32 [RECORD_HEADER_WORDS], as they stand in the window."""

@@ -121,6 +121,8 @@ enum RecordWord : int {
   READ_HI = 25,
   ASYNC = 26,
   GRADIENTS = 27,
+  IDS_LO = 28,
+  IDS_HI = 29,
 };
 }
 namespace cell_word {
@@ -154,13 +156,17 @@ enum HandleWord : int {
   ALIGN = 17,
   OUT_ROWS = 18,
   GRADIENTS = 19,
+  IDS = 20,
 };
 }
 
 constexpr int RECORD_HEADER_WORDS = 30;
 constexpr int CELL_BODY_WORDS = 8;
-constexpr int HANDLE_HEADER_WORDS = 20;
+constexpr int HANDLE_HEADER_WORDS = 21;
 constexpr int CODE_BLOCK = 32;    // bytes
+// GRADIENTS of a record: what the rank wants, and 16 times one more than the dtype of the weights that combine will get.
+constexpr int GRADIENT_BITS = 15;
+constexpr int COMBINE_WEIGHTS = 16;
 constexpr int LINE = 512;         // bytes of a line of the line format: payload, then a code block
 constexpr int LINE_PAYLOAD = 480;
 constexpr int64_t HANDLE_MAGIC = 0x6D6F655F68646C31;
@@ -246,7 +252,7 @@ struct Layout {
 
 // Where the parts of a handle tensor begin, in int64 words, and how many words it has: handle_words() of op_host/layout.py.
 struct HandleWords {
-  int64_t counts, offsets, matrix, expert, row, total;
+  int64_t counts, offsets, matrix, expert, row, ids, total;
 
   HandleWords(int64_t pairs, int64_t world_size, int64_t num_experts, int64_t local_experts) {
     const auto int32s = [](int64_t count) { return (count + 1) / 2; };
@@ -255,7 +261,8 @@ struct HandleWords {
     matrix = offsets + int32s(local_experts + 1);
     expert = matrix + int32s(world_size * num_experts);
     row = expert + int32s(pairs);
-    total = row + int32s(pairs);
+    ids = row + int32s(pairs);
+    total = ids + world_size;
   }
 };
 

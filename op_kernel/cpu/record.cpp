@@ -80,6 +80,7 @@ void write_record(const Layout& layout, char* window, int64_t source, uint64_t e
   put64(words, w::READ_LO, static_cast<int64_t>(header.read));
   words[w::ASYNC] = header.async;
   words[w::GRADIENTS] = header.gradients;
+  put64(words, w::IDS_LO, header.ids);
   words[w::X_STRIDE] = static_cast<int32_t>(header.x_stride);
   if (header.kind == kind::ABORT) words[w::TEXT_BYTES] = static_cast<int32_t>(payload_bytes);
   if (layout.line()) {
@@ -144,6 +145,7 @@ CallHeader read_record(const Layout& layout, const char* window, int64_t source,
   header.read = static_cast<uint64_t>(get64(words, w::READ_LO));
   header.async = words[w::ASYNC];
   header.gradients = words[w::GRADIENTS];
+  header.ids = get64(words, w::IDS_LO);
   return header;
 }
 

@@ -38,6 +38,7 @@ struct CallHeader {
   uint64_t read;
   int32_t async;
   int32_t gradients;
+  int64_t ids;
 };
 
 // The most whole UTF-8 characters of `text` that fit into `bytes`.

@@ -34,4 +34,14 @@ BadId send_counts(const TopkIdx& idx, int64_t num_experts, int32_t* counts, int3
                   : count<int32_t>(idx, num_experts, counts, slot, expert);
 }
 
+int64_t ids_digest(const int32_t* expert, int64_t pairs) {
+  uint64_t sum = 0;
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    const uint64_t mixed = static_cast<uint64_t>(pair + 1) * 0x9e3779b97f4a7c15;
+    const uint64_t factor = ((mixed ^ (mixed >> 32)) * 0xff51afd7ed558ccd) | 1;
+    sum += factor * static_cast<uint64_t>(static_cast<int64_t>(expert[pair]) + 1);
+  }
+  return static_cast<int64_t>(sum);
+}
+
 }  // namespace moe_a2a

@@ -34,4 +34,11 @@ struct BadId {
 // Example, E = 4: topk_idx {{1, 3}, {3, -1}, {1, 1}} -> counts {0, 3, 0, 2}, slot {{0, 0}, {1, -1}, {1, 2}}.
 BadId send_counts(const TopkIdx& idx, int64_t num_experts, int32_t* counts, int32_t* slot, int32_t* expert);
 
+// A number that tells routings of one shape apart: the sum over pairs p = t K + k, modulo 2^64, of (expert[p] + 1) times an odd
+// number made of p. So a pair that is dropped adds nothing, and the pairs may be summed in any order. One id that changes always
+// changes it, since an odd factor loses none of the difference; what else changes it does with chances of about 2^-64 against.
+//
+// Example: expert {-1, -1} -> 0; {0, -1} -> 0x7fc315610e539abd; {1, -1} -> twice that, modulo 2^64; {-1, 0} -> 0x12309df51ca73579.
+int64_t ids_digest(const int32_t* expert, int64_t pairs);
+
 }  // namespace moe_a2a

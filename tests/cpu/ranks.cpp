@@ -814,6 +814,7 @@ class Rank {
     const auto* matrix = reinterpret_cast<const int32_t*>(handle.data() + handle[w::MATRIX]);
     for (int64_t s = 0; s < ranks; ++s) {
       const auto& ids = call.ids[static_cast<size_t>(s)];
+      same("ids", handle[static_cast<size_t>(handle[w::IDS] + s)], ids_digest(ids.data(), static_cast<int64_t>(ids.size())));
       for (int64_t e = 0; e < experts; ++e) same("matrix", matrix[s * experts + e], std::count(ids.begin(), ids.end(), e));
     }
     const auto* expert = reinterpret_cast<const int32_t*>(handle.data() + handle[w::EXPERT]);

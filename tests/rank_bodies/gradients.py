@@ -339,29 +339,6 @@ def checkpointed(ctx: RankContext, layer: Layer, way: str, reentrant: bool) -> N
     same_bits(Result(out.detach(), own.grads()), plain, f"{way}, reentrant {reentrant}")
 
 
-def flipped_route(ctx: RankContext, layer: Layer, way: str, reentrant: bool) -> Caught | None:
-    """One id of rank 1 is another one when the block is computed again."""
-    group = layer.spec.open(ctx)
-    own = leaves(layer, group)
-    seen = 0
-
-    def block(x: Tensor) -> Tensor:
-        nonlocal seen
-        idx_TK = own.idx.clone()
-        if seen and ctx.rank == 1:
-            flat = idx_TK.view(-1)
-            flat[0] = (flat[0] + 1) % layer.experts
-        seen += 1
-        return WAYS[way](layer, group, Leaves(x * 1, idx_TK, own.w, own.parameters))
-
-    out = checkpoint(block, own.x, use_reentrant=reentrant)
-    assert isinstance(out, Tensor)
-    error = caught(out.sum().backward)
-    ctx.barrier()
-    same_bits(run(layer, group, way), run(layer, group, way), "afterwards")
-    return error
-
-
 SAVED = (
     "dispatch_raw",
     "dispatch_full_raw",
@@ -595,23 +572,88 @@ BAD: dict[str, tuple[str, Callable[[Leaves], dict[str, Any]]]] = {
 }
 
 
-def bad_argument(ctx: RankContext, what: str, bad_rank: int) -> Caught | None:
+def bad_argument(
+    ctx: RankContext, what: str, bad_rank: int, changes: dict[str, Any] | None = None
+) -> Caught | None:
     """One rank passes something that doesn't go together."""
     layer = Layer((4, 4, 4)[: ctx.world_size], experts=2 * ctx.world_size)
-    group = layer.spec.open(ctx)
+    group = replace(layer.spec, **(changes or {})).open(ctx)
     own = leaves(layer, group)
     arguments: dict[str, Any] = {"x": own.x, "idx": own.idx, "w": own.w}
     arguments.update(zip(("up", "down"), own.parameters, strict=False))
     if ctx.rank == bad_rank:
         arguments.update(BAD[what][1](own))
-    copied = group.stats()["copied_bytes"]
+    copied = group.stats().get("copied_bytes")
     names = ("x", "idx", "w", "up", "down")
     positional = [arguments.pop(name) for name in names]
     call: Any = moe_a2a.moe
     error = caught(lambda: call(*positional, group, **arguments))
-    assert ctx.rank != bad_rank or group.stats()["copied_bytes"] == copied, "something was sent"
+    assert ctx.rank != bad_rank or group.stats().get("copied_bytes") == copied, "something was sent"
     same_bits(run(layer, group), run(layer, group), "afterwards")
     return error
+
+
+def experts_that_fail(ctx: RankContext, changes: dict[str, Any]) -> tuple[Caught | None, int]:
+    """The products of rank 1 fail when its rows have come: (its or the others' error, calls that the group made)."""
+    layer = Layer((4, 3, 5)[: ctx.world_size], routing="2,4", drop=0.0)
+    group = replace(layer.spec, **changes).open(ctx)
+    own = leaves(layer, group)
+    want = run(layer, group)
+    module = sys.modules["moe_a2a.moe"]  # the package has a function of that name
+    real = module._experts_raw
+
+    def fail(rows: Tensor, *rest: Any) -> Any:
+        if len(rows):
+            raise RuntimeError("no memory for products")
+        return real(rows, *rest)
+
+    def calls() -> int:
+        return group.stats()["epoch"] if group._exchange is None else group._exchange._epoch
+
+    before = calls()
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setattr(module, "_experts_raw", fail)
+        error = caught(lambda: fused(layer, group, own))
+        made = calls() - before
+    same_bits(run(layer, group), want, "afterwards")
+    return error, made
+
+
+def other_weights(
+    ctx: RankContext, changes: dict[str, Any], how: str, wants: str, way: str
+) -> tuple[Caught | None, Caught | None]:
+    """Rank 1 has routing weights of another kind than the others: what forward and backward say.
+
+    Args:
+        how: "none", or their dtype.
+        wants: what each rank but 0 wants gradients of; rank 0 wants none.
+        way: "moe", "apply" or "parts".
+    """
+    layer = Layer((4, 3, 5)[: ctx.world_size], routing="2,4", drop=0.0)
+    group = replace(layer.spec, **changes).open(ctx)
+    want = run(layer, group)
+    own = leaves(layer, group, wants if ctx.rank else "")
+    assert own.w is not None
+    if ctx.rank == 1:
+        own = replace(own, w=None if how == "none" else own.w.detach().to(getattr(torch, how)))
+
+    def forward() -> Tensor:
+        if way == "moe":
+            return fused(layer, group, own)
+        if way == "apply":
+            return moe_a2a.moe_apply(lambda rows, e: rows * 1, own.x, own.idx, own.w, group)
+        d = moe_a2a.dispatch(own.x, own.idx, group)
+        return moe_a2a.combine(d.x * 1, d, own.w)
+
+    out: list[Tensor] = []
+    first = caught(lambda: out.append(forward()))
+    second = None
+    if out and out[0].requires_grad:
+        second = caught(out[0].sum().backward)
+    ctx.barrier()
+    same_bits(run(layer, group), want, "afterwards")
+    return first, second
 
 
 def raising(ctx: RankContext, where: str, kind: str) -> Caught | None:

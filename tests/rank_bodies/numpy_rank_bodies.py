@@ -26,7 +26,7 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a import reference
-from moe_a2a.op_host.layout import HandleView
+from moe_a2a.op_host.layout import HandleView, ids_digest
 from rank_bodies.errors import Caught, caught
 from rank_bodies.inputs import (
     GroupSpec,
@@ -1991,6 +1991,26 @@ def fused_refusals(ctx: RankContext, spec: Spec, numpy_at: int, refuser: int) ->
                 )
             good_turn(player, spec, R, 100 + i)
         return errors
+
+
+def ids_of_all(ctx: RankContext, spec: Spec, numpy_at: int) -> list[tuple[int, ...]]:
+    """The digests of all ranks' ids, as this rank reads them, of calls with routings of all sizes."""
+    found = []
+    with playing(ctx, spec, numpy_at) as player:
+        for seed, tokens in enumerate(([0, 5, 3], [7, 0, 0], [1, 2, 8])):
+            rng = torch.Generator().manual_seed(seed + 10 * ctx.rank)
+            idx_TK = torch.randint(-1, spec.experts, (tokens[ctx.rank], 2), generator=rng)
+            x_TH = torch.ones(len(idx_TK), spec.hidden)
+            mine = int(ids_digest(idx_TK))
+            if isinstance(player, NumpyPlayer):
+                call = player.node.begin(x_TH.numpy(), idx_TK.numpy(), None, numpy_rank.FLOAT32)
+                ids = player.node.receive(call).handle.ids
+            else:
+                raw = torch.ops.moe_a2a.dispatch_raw
+                ids = tuple(HandleView(raw(x_TH, idx_TK, None, player.group.name)[2]).ids)
+            assert ids[ctx.rank] == mine
+            found.append(ids)
+    return found
 
 
 def gradient_words(ctx: RankContext, spec: Spec, numpy_at: int) -> list[int]:
