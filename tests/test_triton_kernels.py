@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton; the ranks inherit it
 
 import pytest
-import torch
 from pool import RankPool
 from rank_bodies import triton_bodies
 from rank_bodies.inputs import Step
@@ -29,7 +28,7 @@ def steps(ranks: int, **changes: object) -> tuple[Step, ...]:
     return (
         replace(base, tokens=tokens[0], seed=1),
         replace(base, tokens=tokens[1], seed=2, routing="any"),
-        replace(base, tokens=(0,) + tokens[2][1:], seed=3),
+        replace(base, tokens=(0, *tokens[2][1:]), seed=3),
         replace(base, tokens=tokens[3], seed=4, routing="one", target=1, drop=0.0),
     )
 
@@ -121,7 +120,9 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize(("how", "ranks"), [*((how, 2) for how in FUSED), ("one launch", 3), ("three launches", 3)])
+@pytest.mark.parametrize(
+    ("how", "ranks"), [*((how, 2) for how in FUSED), ("one launch", 3), ("three launches", 3)]
+)
 def test_fused(pool: RankPool, how: str, ranks: int) -> None:
     launches, vector, programs = FUSED[how]
     made = steps(ranks, dtype="float32" if ranks == 2 else "bfloat16", hidden=40)
@@ -160,8 +161,8 @@ def test_words_are_the_documents() -> None:
             word = name.removeprefix(prefix)
             if name.startswith(prefix) and word in enum.__members__:
                 assert value.value == enum[word], name
-    for word in layout.Quant:
-        assert vars(words)[f"QUANT_{word.name}"].value == word
+    for kind in layout.Quant:
+        assert vars(words)[f"QUANT_{kind.name}"].value == kind
     assert (words.MODE_PULL.value, words.MODE_PUSH.value) == (layout.Mode.PULL, layout.Mode.PUSH)
     assert words.KIND_COUNTS.value == layout.Kind.COUNTS
     agree = "KIND GENERATION EPOCH_LO EPOCH_HI HIDDEN DTYPE QUANT WEIGHT_DTYPE MODE PAD_LO PAD_HI ALIGN TAG_LO TAG_HI"
@@ -182,9 +183,7 @@ def test_catalogue(target: str) -> None:
 
 
 def test_catalogue_knows_its_targets() -> None:
-    with pytest.raises(ValueError, match=r"catalogue.variants: target = 'cpu'; expected one of ascend, gpu, x86"):
+    with pytest.raises(
+        ValueError, match=r"catalogue.variants: target = 'cpu'; expected one of ascend, gpu, x86"
+    ):
         catalogue.variants("cpu")
-
-
-def test_kernels_know_no_framework() -> None:
-    assert torch.__name__ not in vars(catalogue)

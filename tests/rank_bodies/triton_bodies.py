@@ -1,4 +1,5 @@
-"""Ranks that are launches of Triton's kernels and nothing else, alone, in several processes a rank, and beside ranks in numpy."""
+"""Ranks that are launches of Triton's kernels and nothing else, alone, in several processes a rank, and beside ranks in
+numpy."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ from rank_bodies.inputs import Inputs, Step, all_inputs, assert_bits, dtype_of, 
 from rank_bodies.numpy_rank_bodies import code_of, quantised, to_numpy, to_torch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-import triton_rank  # noqa: E402
-from triton_rank import ALL, KernelFailed, KernelRank, Memory, open_window, window_memory  # noqa: E402
+from triton_rank import KernelFailed, KernelRank, Memory, open_window, window_memory
 
 QUANTS = {None: Quant.NONE, "int8": Quant.INT8, "fp8_e4m3": Quant.FP8_E4M3}
 
@@ -114,7 +114,9 @@ def kernel_rank(ctx: RankContext, case: Case, **options: Any) -> KernelRank:
 def expected_of(step: Step, inputs: list[Inputs], experts: int, rank: int) -> tuple[Any, Any, list[Tensor]]:
     """What the oracle says: (received, combined, y of all ranks)."""
     xs, idxs = [i.x_TH for i in inputs], [i.idx_TK for i in inputs]
-    weights = None if step.weight_dtype is None else [i.weights_TK for i in inputs if i.weights_TK is not None]
+    weights = (
+        None if step.weight_dtype is None else [i.weights_TK for i in inputs if i.weights_TK is not None]
+    )
     received = reference.dispatch_reference(
         xs, idxs, experts, weights, align=step.align, quantize=step.quantize
     )
@@ -171,7 +173,10 @@ def pair_rows(ctx: RankContext, case: Case) -> None:
     _, _, ys = expected_of(step, inputs, case.experts, node.me)
     got = node.dispatch(mine.x_TH, mine.idx_TK)
     rows = node.combine(ys[node.me], got.handle, pairs=True)
-    alone = [replace(i, idx_TK=i.idx_TK.reshape(-1, 1), x_TH=i.x_TH.repeat_interleave(step.top_k, 0)) for i in inputs]
+    alone = [
+        replace(i, idx_TK=i.idx_TK.reshape(-1, 1), x_TH=i.x_TH.repeat_interleave(step.top_k, 0))
+        for i in inputs
+    ]
     want = reference.combine_reference(ys, [i.idx_TK for i in alone], case.experts)
     assert_bits(rows, want[node.me], f"rank {node.me}: rows of pairs")
     ctx.barrier()
@@ -241,7 +246,9 @@ def fused_calls(ctx: RankContext, case: Case, launches: tuple[int, ...], vector:
 
 
 def fused_judged(ctx: RankContext, case: Case) -> list[int]:
-    """A fused call whose rows don't fit, and one whose ranks disagree about H: every rank finds out before it has written a row."""
+    """A fused call whose rows don't fit, and one whose ranks disagree about H: every rank finds out before it has written
+    a row.
+    """
     node = kernel_rank(ctx, case)
     errors = []
     for step in case.steps:
@@ -277,7 +284,7 @@ def numpy_node(layout: WindowLayout, windows: list[Memory], rank: int) -> NumpyR
         layout.slots,
         True,
     )
-    views = [memoryview(window.bytes.numpy()).cast("B") for window in windows]
+    views = [window.bytes.numpy().data for window in windows]
     return NumpyRank(views, rank, made, numpy_rank.PORTABLE, 30.0, layout.code_max)
 
 
@@ -303,7 +310,9 @@ def mixed(ctx: RankContext, case: Case) -> None:
             got = kernels.dispatch(
                 mine.x_TH, mine.idx_TK, mine.weights_TK, quant=QUANTS[step.quantize], align=step.align
             )
-            x_NH, scales, weights_N = got.x_NH.view(expected.x_NH.dtype), got.scales_NS, got.weights_N
+            x_NH = got.x_NH.view(expected.x_NH.dtype)
+            scales: Tensor | None = got.scales_NS
+            weights_N: Tensor | None = got.weights_N
             out = kernels.combine(y_NH, got.handle, mine.weights_TK, fetched=True)
         else:
             time.sleep(ctx.rng.random() * case.delay_ms / 1e3)
@@ -343,6 +352,7 @@ def mixed(ctx: RankContext, case: Case) -> None:
             assert scales is not None
             assert_bits(scales_like(scales, expected), expected.scales, f"{what}: scales")
         if expected.weights_N is not None:
+            assert weights_N is not None
             assert_bits(weights_N, expected.weights_N, f"{what}: weights")
         assert_sums(out, combined, f"{what}: out")
     ctx.barrier()
@@ -389,6 +399,3 @@ def missing(ctx: RankContext, case: Case) -> list[int]:
         assert node.repeats > 0
     ctx.barrier()
     return found
-
-
-__all__ = ["ALL", "Case", "triton_rank"]
