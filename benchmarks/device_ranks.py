@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_a2a.op_host.layout import DTYPE_CODES, Format, Kind, Mode, WindowLayout, expert_ranges, window_layout
 from moe_a2a.op_host.tiling import product_tile
 from moe_a2a.op_host.triton.launch import Machine, TritonLauncher, launcher_for
-from moe_a2a.op_host.triton.phases import Phases, Source
+from moe_a2a.op_host.triton.phases import FLAG_ROWS, Phases, Source
 from moe_a2a.op_host.triton.record import Cell, Record
 from moe_a2a.op_host.triton.routing import Geometry, Pairs, Runs, sort_pairs
 from moe_a2a.op_kernel.triton.fused import fused
@@ -200,14 +200,13 @@ class VirtualRanks:
         )
 
     def _runs(self) -> Runs:
-        flag_rows = [phases.flag_rows(False) for phases in self._phases]
-        return self._geometry.runs(self.places, None, 0, flag_rows)
+        return self._geometry.runs(self.places, None, 0, [FLAG_ROWS] * self.size.ranks)
 
     def dispatch(self) -> list[Tensor]:
         """A whole dispatch: of each rank the rows [N, H] that it receives, NaN where no row came."""
         self.next_call()
         for rank, phases in enumerate(self._phases):
-            header = self.record(rank, Mode.PUSH, phases.flag_rows(False)).words()
+            header = self.record(rank, Mode.PUSH, FLAG_ROWS).words()
             phases.publish(self.call, header, self._pairs[rank].counts_E)
         for phases in self._phases:
             missing = phases.await_records(self.call).missing()
@@ -233,14 +232,20 @@ class VirtualRanks:
         runs = self._runs()
         for rank, phases in enumerate(self._phases):
             mine = runs.of(runs.owner_M == rank)
-            giving = phases.give(self.call, ys[rank], mine, sorted(set(mine.source_M.tolist())), cell)
+            sources = sorted(set(mine.source_M.tolist()) - {rank})
+            giving = phases.give(self.call, ys[rank], mine, sources, cell)
             deadline = time.monotonic() + PATIENCE
             while giving({rank}):
                 assert time.monotonic() < deadline, f"rank {rank} can't give its rows"
-        return [
-            phases.combine(self.call, self._pairs[rank], ys[rank], self.inputs.weights[rank], False)
-            for rank, phases in enumerate(self._phases)
-        ]
+        outs = []
+        for rank, phases in enumerate(self._phases):
+            owners = set(runs.owner_M[runs.source_M == rank].tolist()) - {rank}
+            weights = self.inputs.weights[rank]
+            summing = phases.combine(self.call, self._pairs[rank], ys[rank], weights, False, owners, cell)
+            missing = summing.missing()
+            assert summing.done, f"rows of ranks {missing} aren't there for rank {rank}, and all were given"
+            outs.append(summing.out)
+        return outs
 
     # ------------------------------------------------------------------------------------------------ the fused call
 

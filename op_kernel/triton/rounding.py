@@ -36,16 +36,6 @@ def widen(value, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def widen(value, DTYPE: tl.constexpr, ROUND: tl.constexpr):
-    """``value`` in a wider type, exactly. ROUND: by its bits, where a cast from bfloat16 loses subnormals (the interpreter)."""
-    if ROUND and value.dtype == tl.bfloat16:
-        bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return bits.to(tl.float32, bitcast=True).to(DTYPE)
-    else:
-        return value.to(DTYPE)
-
-
-@triton.jit
 def quotient(a, b, GPU: tl.constexpr):
     """a / b, rounded to nearest: on GPUs ``/`` is an approximation."""
     if GPU:
