@@ -17,7 +17,7 @@ if (
         raise AttributeError(f"module 'moe_a2a' has no attribute {name!r}")  # then a submodule is imported
 
 else:
-    from . import errors
+    from . import devices, errors  # noqa: F401  devices registers operators
     from .exchange import Dispatched, Handle, combine, dispatch
     from .group import EPGroup, SizeHint
     from .layer import MoE, Router, load_balancing_loss

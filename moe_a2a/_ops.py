@@ -501,8 +501,8 @@ def lasting(tensor: Tensor, group: str) -> Tensor:
 
 def in_window(tensor: Tensor, group: str) -> bool:
     """Whether it came from ``group.empty`` or ``empty_like_rows``. What is only traced lies nowhere."""
-    window = None if isinstance(tensor, (FakeTensor, FunctionalTensor)) else find_group(group)._window
-    return window is not None and window.address <= tensor.data_ptr() < window.address + window.size
+    heap = None if isinstance(tensor, (FakeTensor, FunctionalTensor)) else find_group(group).heap
+    return heap is not None and 0 <= tensor.data_ptr() - heap.addresses[heap.rank] < heap.size
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -95,3 +95,9 @@ FAILURE_KINDS: dict[int, type[MoeA2AError]] = {
     14: GroupBusy,
 }
 INTERRUPTED = 99
+_NUMBERS = {kind: number for number, kind in FAILURE_KINDS.items()}
+
+
+def failure_number(error: BaseException) -> int:
+    """The number of an error in records, status cells and verdicts; INTERRUPTED for one that isn't of this package."""
+    return _NUMBERS.get(type(error), INTERRUPTED)  # type: ignore[arg-type]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import itertools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from . import errors
 from .op_host import native, transport
+from .op_host.heap import HeapUnavailable, SharedMemoryHeap, SymmetricHeap, TorchSymmetricHeap
 from .op_host.layout import (
     CODE_DTYPES,
     DTYPE_CODES,
@@ -28,20 +27,13 @@ from .op_host.layout import (
     expert_ranges,
     window_layout,
 )
+from .op_host.meeting import Meeting
 from .op_host.tiling import PROTOCOLS, cpu_tiling, may_push
-from .op_host.window import (
-    WindowAddress,
-    WindowFile,
-    WindowServer,
-    boot_id,
-    create_window,
-    free_memory,
-    open_by_proc,
-    open_by_socket,
-)
-from .reference import CollectiveExchange
+from .op_host.transport import DEVICES
+from .reference import CollectiveExchange, Exchange, Limits
 
-T_ = TypeVar("T_")
+if TYPE_CHECKING:
+    from .op_host.triton.launch import Launcher
 
 _numbers = itertools.count(1)
 _groups: weakref.WeakValueDictionary[str, EPGroup] = weakref.WeakValueDictionary()
@@ -92,45 +84,6 @@ class _Config:
     code_max: int | None
     first_epoch: int
     layout_version: int = LAYOUT_VERSION
-
-
-class _Meeting:
-    """All-gathers small objects between the ranks of a group while it is being made."""
-
-    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
-        self.process_group = process_group
-        self.rank = rank
-        self.world_size = world_size
-
-    def gather(self, value: T_) -> list[T_]:
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
-
-    def attempt(self, step: Callable[[], T_]) -> _Attempt[T_]:
-        """Runs a step that may fail on some ranks only; every rank hears of every failure."""
-        value, error = None, None
-        try:
-            value = step()
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
-        mine = "" if error is None else f"rank {self.rank}: {type(error).__name__}: {error}"
-        return _Attempt(value, error, [text for text in self.gather(mine) if text])
-
-
-@dataclass(frozen=True)
-class _Attempt(Generic[T_]):
-    """What a step gave on this rank, and who failed: the same list of sentences on every rank."""
-
-    value: T_ | None
-    error: Exception | None
-    failures: list[str]
-
-    @property
-    def why(self) -> str:
-        return "; ".join(self.failures)
 
 
 def _resolve(process_group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
@@ -188,10 +141,15 @@ class EPGroup:
             16 MiB of rows where that is more. What doesn't fit goes in waves, which cost time but drop nothing.
         depth: handles open at once, at least 2: a handle can be combined while fewer than ``depth`` newer dispatches have
             started. As many asynchronous dispatches can be under way.
-        transport: "auto", "cpu-shm" (windows in shared memory, one host) or "collective" (torch.distributed).
+        transport: "auto", "cpu-shm" (windows in shared memory, one host), "cuda" or "hip" (in the memory of GPUs that reach
+            each other) or "collective" (torch.distributed). `moe_a2a.op_host.transport.probe()` says what stands against each.
         timeout: seconds a call waits for a peer that lives and doesn't come. A peer that ends or leaves is noticed at once.
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
+        kernels: what moves this rank's rows: "cpu" (C++), "triton" (Triton kernels, which for CPU tensors need
+            TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++, and Triton where the windows are on
+            devices. May differ between ranks. A group with a Triton rank has the portable format and the memory for
+            pushing; a Triton rank always pushes.
         protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto": by size, as the table in
             ``op_host/tiling.py`` says, which on a CPU is pull at every size. Push needs more memory; asynchronous dispatches
             pull in any case.
@@ -206,6 +164,8 @@ class EPGroup:
         name: what operators call the group by, unique in this process.
         local_experts: range of the global ids of this rank's experts; num_local_experts is its length.
         transport: what was chosen and why.
+        kernels: "cpu" or "triton".
+        heap: the windows; None where the transport has none, and once the group is closed.
     """
 
     def __init__(
@@ -224,19 +184,23 @@ class EPGroup:
         warmup_timeout: float = 3600.0,
         record_format: str = "auto",
         protocol: str = "auto",
+        kernels: str = "auto",
         _code_max: int | None = None,
         _first_epoch: int = 1,
         _tiling: dict[str, int] | None = None,
     ) -> None:
         self._closed = False
-        self._exchange: CollectiveExchange | None = None
-        self._window: native.MappedWindow | None = None
-        self._windows: list[native.MappedWindow] = []
+        self._exchange: Exchange | None = None
+        self.heap: SymmetricHeap | None = None
         group, rank, world_size = _resolve(process_group)
-        meeting = _Meeting(group, rank, world_size)
+        meeting = Meeting(group, rank, world_size)
         self.rank, self.world_size = rank, world_size
+        self._launcher: Launcher | None = None
+        kinds = meeting.gather("triton" if transport in DEVICES and kernels == "auto" else kernels)
+        triton_ranks = [peer for peer, kind in enumerate(kinds) if kind == "triton"]
 
         def checked() -> tuple[_Config, WindowLayout]:
+            self._launcher = _check_kernels(kernels, transport, rank)
             return _check_arguments(
                 rank,
                 world_size,
@@ -254,6 +218,7 @@ class EPGroup:
                 protocol=protocol,
                 code_max=_code_max,
                 first_epoch=_first_epoch,
+                triton_ranks=triton_ranks,
             )
 
         check = meeting.attempt(checked)
@@ -276,6 +241,7 @@ class EPGroup:
         digest = hashlib.blake2b(repr((config, rank, world_size)).encode(), digest_size=4).hexdigest()
         self.name = f"moe_a2a.{next(_numbers)}.rank{rank}of{world_size}.{digest}"
         self.layout = layout
+        self.kernels = "cpu" if self._launcher is None else "triton"
         self.protocol = config.protocol
         self._tiling = replace(cpu_tiling(world_size, protocol=protocol), **(_tiling or {}))
         self.process_group = group
@@ -284,23 +250,65 @@ class EPGroup:
 
     # ------------------------------------------------------------------------------------------------ making it
 
-    def _choose(self, meeting: _Meeting, config: _Config) -> transport.Transport:
+    def _choose(self, meeting: Meeting, config: _Config) -> transport.Transport:
         """Takes the first transport that every rank can have, and sets it up."""
         if config.transport == "collective":
             self._make_exchange(config)
             return transport.collective("asked for")
-        reason = self._make_windows(meeting, config)
-        if reason is None:
-            hosts = (
-                "one rank"
-                if meeting.world_size == 1
-                else f"all {meeting.world_size} ranks opened each other's windows"
-            )
+        if config.transport in DEVICES:
+            return self._use_devices(meeting, config)
+        try:
+            heap = SharedMemoryHeap(meeting, self.layout)
+        except HeapUnavailable as unavailable:
+            if config.transport == "cpu-shm":
+                raise errors.TransportUnavailable(
+                    f"moe_a2a.EPGroup: transport cpu-shm can't be had: {unavailable}"
+                ) from None
+            self._make_exchange(config)
+            return transport.collective(f"windows can't be had: {unavailable}")
+        hosts = (
+            "one rank"
+            if meeting.world_size == 1
+            else f"all {meeting.world_size} ranks opened each other's windows"
+        )
+        if self._launcher is None:
+            self._make_group(meeting, config, heap)
             return transport.cpu_shm(hosts)
-        if config.transport == "cpu-shm":
-            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: transport cpu-shm can't be had: {reason}")
-        self._make_exchange(config)
-        return transport.collective(f"windows can't be had: {reason}")
+        self._make_triton(meeting, config, heap, self._launcher)
+        return replace(
+            transport.cpu_shm(f"{hosts}; {self._launcher.explain()}"),
+            semantics="one-sided put + signal",
+            submitter=f"Triton kernels ({self._launcher.machine.name})",
+        )
+
+    def _use_devices(self, meeting: Meeting, config: _Config) -> transport.Transport:
+        """Windows in the memory of this rank's device, and kernels that run there."""
+        name = config.transport
+
+        def reach() -> tuple[torch.device, Launcher]:
+            reason = transport.missing(name)
+            if reason:
+                raise errors.TransportUnavailable(reason)
+            from .op_host.triton.launch import launcher_for
+
+            device = transport.device_of(name)
+            return device, launcher_for(device)
+
+        reached = meeting.attempt(reach)
+        try:
+            if reached.failures:
+                raise HeapUnavailable(reached.why)
+            assert reached.value is not None
+            device, self._launcher = reached.value
+            heap = TorchSymmetricHeap(meeting, self.layout, device)
+        except HeapUnavailable as unavailable:
+            raise errors.TransportUnavailable(
+                f"moe_a2a.EPGroup: transport {name} can't be had: {unavailable}"
+            ) from None
+        self.kernels = "triton"
+        self._make_triton(meeting, config, heap, self._launcher)
+        reason = f"asked for; all {meeting.world_size} ranks' memory is mapped on {device}"
+        return transport.DESCRIPTIONS[name](f"{reason}; {self._launcher.explain()}")
 
     def _make_exchange(self, config: _Config) -> None:
         self._exchange = CollectiveExchange(
@@ -319,116 +327,65 @@ class EPGroup:
         )
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, self._exchange.close)
 
-    def _make_windows(self, meeting: _Meeting, config: _Config) -> str | None:
-        """Creates, opens and maps the windows. Returns why that can't be done here, None when it was done."""
-        hosts = meeting.gather((boot_id(), free_memory()))
-        neighbours = [free for boot, free in hosts if boot == hosts[self.rank][0]]
-        needed = self.layout.total_bytes * len(neighbours)
-        short = meeting.gather(needed > min(neighbours))
-        if any(short):
-            raise errors.OutOfMemory(
-                f"moe_a2a.EPGroup: the windows need {needed} bytes on this host ({len(neighbours)} ranks x "
-                f"{self.layout.total_bytes}), {min(neighbours)} bytes are free (rank {short.index(True)} says it isn't "
-                "enough). Lower max_tokens, max_recv_rows or depth; EPGroup.size_hint tells what they cost"
+    def _make_triton(
+        self, meeting: Meeting, config: _Config, heap: SymmetricHeap, launcher: Launcher
+    ) -> None:
+        """Hands the windows to a Triton rank's exchange."""
+        # Triton is imported only where it is asked for.
+        from .op_host.triton.exchange import TritonExchange
+        from .op_host.triton.phases import Phases
+
+        limits = Limits(
+            self.num_experts,
+            self.top_k,
+            self.max_tokens,
+            self.hidden_size,
+            self.dtype,
+            heap.block(self.rank).device,
+        )
+
+        def make() -> TritonExchange:
+            return TritonExchange(
+                self.layout,
+                heap,
+                limits,
+                Phases(self.layout, heap, launcher),
+                name=self.name,
+                timeout=config.timeout,
+                warmup_timeout=config.warmup_timeout,
+                first_epoch=config.first_epoch,
             )
-        made = meeting.attempt(lambda: create_window(self.layout, self.rank))
-        window = made.value
+
+        made = meeting.attempt(make)
+        if made.value is not None:
+            self._exchange, self.heap = made.value, heap
+            self._finalizer = weakref.finalize(self, made.value.close)
         if made.failures:
-            if window is not None:
-                os.close(window.fd)
-            return made.why
-        assert window is not None
-        try:
-            return self._open_windows(meeting, config, window)
-        finally:
-            os.close(window.fd)  # mappings keep the memory; a descriptor is needed only to pass it on
+            if made.value is not None:
+                made.value.close()
+            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: setting the windows up failed: {made.why}")
 
-    def _open_windows(self, meeting: _Meeting, config: _Config, window: WindowFile) -> str | None:
-        addresses = meeting.gather(window.announce())
-        with contextlib.ExitStack() as stack:
-            fds: dict[int, int] = {}
-            pids: dict[int, int] = {}  # of peers, as this process sees them
-
-            def close_fds() -> None:
-                for fd in fds.values():
-                    os.close(fd)
-
-            stack.callback(close_fds)
-
-            def open_peers(opener: Callable[[int, WindowAddress], tuple[int, int]]) -> None:
-                for peer, address in enumerate(addresses):
-                    if peer != self.rank and peer not in fds:
-                        fds[peer], pids[peer] = opener(peer, address)
-
-            opened = meeting.attempt(
-                lambda: open_peers(lambda _, address: (open_by_proc(address), address.pid))
+    def _make_group(self, meeting: Meeting, config: _Config, heap: SharedMemoryHeap) -> None:
+        """Hands the windows to the C++ group."""
+        # Also at interpreter exit, so that peers hear of it at once. Registered first: closing no group is nothing.
+        self._finalizer = weakref.finalize(self, _end, self.name, heap)
+        done = meeting.attempt(
+            lambda: native.create_group(
+                self.name,
+                self.layout,
+                self.rank,
+                self._tiling,
+                heap.windows,
+                heap.pidfds,
+                int(config.timeout * 1e9),
+                int(config.warmup_timeout * 1e9),
+                config.first_epoch,
             )
-            if opened.failures:
-                # The server's name is gathered by ranks that need none, too: each serves those who couldn't open it.
-                served = meeting.attempt(lambda: stack.enter_context(WindowServer(window)).address)
-                if served.failures:
-                    return served.why
-                servers = meeting.gather(served.value)
-                opened = meeting.attempt(
-                    lambda: open_peers(lambda peer, address: open_by_socket(address, str(servers[peer])))
-                )
-                if opened.failures:
-                    return opened.why
-
-            mapped: dict[int, native.MappedWindow] = {}
-            pidfds: dict[int, int] = {}
-
-            def close_pidfds() -> None:
-                for fd in pidfds.values():
-                    if fd >= 0:
-                        os.close(fd)
-
-            stack.callback(close_pidfds)
-
-            def map_own() -> None:
-                mapped[self.rank] = native.map_window(window.fd, window.size, fill=True)
-
-            def map_peers() -> None:
-                for peer, fd in fds.items():
-                    mapped[peer] = native.map_window(fd, window.size, fill=False)
-
-            def watch_peers() -> None:
-                for peer, pid in pids.items():
-                    pidfds[peer] = _pidfd(pid)
-
-            def make_group() -> None:
-                # Also at interpreter exit, so that peers hear of it at once. Registered first: closing no group is nothing.
-                self._finalizer = weakref.finalize(self, native.close_group, self.name)
-                native.create_group(
-                    self.name,
-                    self.layout,
-                    self.rank,
-                    self._tiling,
-                    [mapped[peer] for peer in range(self.world_size)],
-                    [pidfds.get(peer, -1) for peer in range(self.world_size)],
-                    int(config.timeout * 1e9),
-                    int(config.warmup_timeout * 1e9),
-                    config.first_epoch,
-                )
-
-            # First every rank fills its own window, then the others map it: pages that exist as huge ones are mapped as such.
-            for step in (map_own, map_peers, watch_peers, make_group):
-                done = meeting.attempt(step)
-                if done.failures:
-                    if hasattr(self, "_finalizer"):
-                        self._finalizer()
-                    memory = all(
-                        "OSError" in failure or "MemoryError" in failure for failure in done.failures
-                    )
-                    kind = (
-                        errors.OutOfMemory
-                        if memory and step in (map_own, map_peers)
-                        else errors.TransportUnavailable
-                    )
-                    raise kind(f"moe_a2a.EPGroup: setting the windows up failed: {done.why}")
-            self._window = mapped[self.rank]
-            self._windows = [mapped[peer] for peer in range(self.world_size)]
-        return None
+        )
+        if done.failures:
+            self._finalizer()
+            raise errors.TransportUnavailable(f"moe_a2a.EPGroup: setting the windows up failed: {done.why}")
+        self.heap = heap
 
     # ------------------------------------------------------------------------------------------------- using it
 
@@ -463,7 +420,7 @@ class EPGroup:
                 f"moe_a2a.EPGroup.empty: dtype = {dtype}; expected one of {_names(DTYPE_CODES)}"
             )
         if self._exchange is not None:
-            return torch.empty(num_tokens, hidden, dtype=dtype, device="cpu")
+            return torch.empty(num_tokens, hidden, dtype=dtype, device=self._exchange.device)
         try:
             return torch.ops.moe_a2a.window_x.default(num_tokens, hidden, code, self.name)  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -481,11 +438,12 @@ class EPGroup:
             copied: ``dispatch_in`` and ``combine_in`` into its own window, ``dispatch_push`` and ``combine_push`` into
             windows of others, ``dispatch_out`` and ``combine_out`` into results; a fused call's own rows, which go to where
             they are computed, and what it keeps for backward are ``dispatch_out``); ``wait_seconds`` (list by rank, time spent
-            waiting for each peer). The collective transport counts nothing of this and returns {}.
+            waiting for each peer); on a Triton rank ``launches`` (of each kernel, by name), and ``expert_order`` is empty. The
+            collective transport counts nothing of this and returns {}.
         """
         self._check_open("moe_a2a.EPGroup.stats")
         if self._exchange is not None:
-            return {}
+            return self._exchange.stats()
         stats = native.group_stats(self.name)
         matrix = torch.tensor(stats.matrix, dtype=torch.int32, device="cpu").view(
             self.world_size, self.num_experts
@@ -525,8 +483,12 @@ class EPGroup:
         depth: int = 2,
         record_format: str = "auto",
         protocol: str = "auto",
+        kernels: str = "auto",
     ) -> SizeHint:
-        """Bytes of shared memory that each rank of such a group takes; makes nothing."""
+        """Bytes of shared memory that each rank of such a group takes; makes nothing.
+
+        ``kernels`` is "triton" if those of any rank are.
+        """
         _, layout = _check_arguments(
             0,
             world_size,
@@ -544,6 +506,7 @@ class EPGroup:
             protocol=protocol,
             code_max=None,
             first_epoch=1,
+            triton_ranks=[0] if kernels == "triton" else [],
         )
         return SizeHint(layout.total_bytes, layout.regions(), layout)
 
@@ -562,8 +525,7 @@ class EPGroup:
         if self._closed:
             return
         self._closed = True
-        self._window = None
-        self._windows = []
+        self.heap = None
         if hasattr(self, "_finalizer"):
             self._finalizer()
 
@@ -602,16 +564,36 @@ def _names(dtypes: dict[torch.dtype, int]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where the kernel has none (before 5.3) or can't see it."""
-    if pid <= 0 or not hasattr(os, "pidfd_open"):
-        return -1
+def _end(name: str, heap: SymmetricHeap) -> None:
+    """Peers hear of the end first; then the memory may go."""
+    native.close_group(name)
+    heap.close()
+
+
+KERNELS = ("auto", "cpu", "triton")
+
+
+def _check_kernels(kernels: str, transport_name: str, rank: int) -> Launcher | None:
+    """What launches this rank's kernels on CPU tensors; None for C++, and on devices, which are looked for later."""
+    if kernels not in KERNELS:
+        raise errors.BadValue(
+            f"moe_a2a.EPGroup: kernels = {kernels!r} on rank {rank}; expected one of {', '.join(KERNELS)}"
+        )
+    if transport_name in DEVICES:
+        if kernels == "cpu":
+            raise errors.BadValue(
+                f"moe_a2a.EPGroup: kernels = 'cpu' on rank {rank}, and transport = {transport_name!r} has its windows on "
+                "devices; expected kernels = 'auto' or 'triton'"
+            )
+        return None
+    if kernels != "triton":
+        return None
+    from .op_host.triton.launch import launcher_for
+
     try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        if error.errno == errno.ENOSYS:
-            return -1
-        raise  # no descriptors left, say: a rank that can't see deaths must not look like one that can
+        return launcher_for(torch.device("cpu"))
+    except errors.TransportUnavailable as error:
+        raise errors.TransportUnavailable(f"moe_a2a.EPGroup: on rank {rank}, {error}") from error
 
 
 def _check_arguments(
@@ -632,6 +614,7 @@ def _check_arguments(
     protocol: str,
     code_max: int | None,
     first_epoch: int,
+    triton_ranks: list[int],
 ) -> tuple[_Config, WindowLayout]:
     where = f"on rank {rank}"
 
@@ -671,8 +654,20 @@ def _check_arguments(
         raise errors.BadValue(
             f"moe_a2a.EPGroup: protocol = {protocol!r} {where}; expected one of {', '.join(PROTOCOLS)}"
         )
+    if triton_ranks:
+        asked = {
+            "record_format": (record_format, ("auto", "portable")),
+            "protocol": (protocol, ("auto", "push")),
+            "transport": (transport_name, ("auto", "cpu-shm", *DEVICES)),
+        }
+        for name, (value, allowed) in asked.items():
+            if value not in allowed:
+                raise errors.BadValue(
+                    f"moe_a2a.EPGroup: {name} = {value!r} {where}, and rank {triton_ranks[0]} has kernels = 'triton'; a "
+                    f"group with a Triton rank needs {name} to be one of {', '.join(map(repr, allowed))}"
+                )
     formats = {
-        "auto": Format.COMPACT,
+        "auto": Format.PORTABLE if triton_ranks else Format.COMPACT,
         "compact": Format.COMPACT,
         "portable": Format.PORTABLE,
         "line": Format.LINE,
@@ -696,7 +691,7 @@ def _check_arguments(
             recv_rows=recv_rows,
             slots=depth,
             record_format=formats[record_format],
-            push=may_push(protocol),
+            push=bool(triton_ranks) or may_push(protocol),
             code_max=code_max,
         )
     except ValueError as error:

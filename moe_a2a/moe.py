@@ -53,17 +53,26 @@ ExpertFn = Callable[[Tensor, int], Tensor]
 
 
 def _fuses(group: EPGroup) -> bool:
-    """Whether rows can be computed where they arrive: not over torch.distributed, and not cut in lines."""
+    """Whether C++ computes rows where they arrive: not over torch.distributed or on a Triton rank, and not cut in lines."""
     return group._exchange is None and group.layout.format != Format.LINE
 
 
-def _received(x: Tensor, topk_idx: Tensor, group: EPGroup, tag: int, gradients: int) -> tuple[Tensor, Tensor]:
-    """(rows [N, H], handle) of a dispatch, where the call isn't fused."""
+def _begin(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, group: EPGroup, tag: int, gradients: int
+) -> tuple[Tensor, Tensor]:
+    """(rows [N, H], handle) of a call that has sent what this rank has; :func:`_arrive` or ``_next_raw`` awaits the rows."""
     if group._exchange is not None:
-        rows, _, _, meta = group._exchange.dispatch(x, topk_idx, None, None, tag, -1, 1, 0, gradients)
-    else:
-        rows, _, meta = _dispatch_raw(x, topk_idx, None, group.name, tag, -1, 1, gradients)
+        return group._exchange.begin_moe(x, topk_idx, topk_weights, tag, gradients)
+    if _fuses(group):
+        return _begin_raw(x, topk_idx, topk_weights, group.name, tag, gradients)  # type: ignore[no-any-return]
+    rows, _, meta = _dispatch_raw(x, topk_idx, None, group.name, tag, -1, 1, gradients)
     return rows, meta
+
+
+def _arrive(rows: Tensor, meta: Tensor, group: EPGroup) -> None:
+    """Waits for all rows of a call that C++ doesn't fuse."""
+    if group._exchange is not None:
+        group._exchange.arrive(rows, meta)
 
 
 def _check_ahead(
@@ -145,7 +154,12 @@ class _Call:
                 self.x, topk_idx, self.weights, *self.experts, group.name, self.tag, self.gradients, self.keep
             )
         _check_ahead(self.x, topk_idx, self.weights, group, self.experts)
-        rows, meta = _received(self.x, topk_idx, group, self.tag, self.gradients)
+        return self._composed(*_begin(self.x, topk_idx, self.weights, group, self.tag, self.gradients))
+
+    def _composed(self, rows: Tensor, meta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Experts and combine, when all rows are here."""
+        group = self.group
+        _arrive(rows, meta, group)
         view = HandleView(meta)
         keep = self.keep and bool(view.gradients)
         try:
@@ -165,6 +179,8 @@ class _Call:
     def finish(self, rows: Tensor, meta: Tensor) -> Tensor:
         """The second half of a call that has begun."""
         try:
+            if self.group._exchange is not None:
+                return self.record(*self._composed(rows, meta))
             out, kept, hidden = _finish_raw(
                 rows, meta, self.weights, *self.experts, self.group.name, self.keep
             )
@@ -396,8 +412,8 @@ def moe(
         # A rank that wants nothing keeps rows for those who do; whether x is sent again is for them to say.
         keep = torch.is_grad_enabled() and not (recompute and gradients)
         call = _Call(x, topk_weights, parameters, spec, group, tag_id, gradients, keep)
-        if (shared is not None or async_op) and _fuses(group):
-            begun = _begin_raw(x, topk_idx, topk_weights, group.name, tag_id, call.gradients)
+        if (shared is not None or async_op) and (_fuses(group) or group._exchange is not None):
+            begun = _begin(x, topk_idx, topk_weights, group, tag_id, call.gradients)
         else:
             out, rows, hidden, meta = call.run(topk_idx)
     except errors.MoeA2AError:
@@ -477,11 +493,9 @@ def moe_apply(
         gradients = int(wanted(x, topk_weights, tuple(parameters)))
         tag_id = 0 if tag is None else _tag_id(tag)
         fused, said = _fuses(group), gradients | said_weights(topk_weights)
-        if fused:
-            rows, meta = _begin_raw(x, topk_idx, topk_weights, group.name, tag_id, said)
-        else:
+        if not fused:
             _check_ahead(x, topk_idx, topk_weights, group)
-            rows, meta = _received(x, topk_idx, group, tag_id, said)
+        rows, meta = _begin(x, topk_idx, topk_weights, group, tag_id, said)
     except errors.MoeA2AError:
         group._check_open("moe_a2a.moe_apply")
         raise
@@ -494,6 +508,8 @@ def moe_apply(
     try:
         check_routing("moe_a2a.moe_apply", meta)
         beside = None if shared is None else shared(x)
+        if not fused:
+            _arrive(rows, meta, group)
         if recorded:
             parts = [x.new_empty(offsets[e + 1] - offsets[e], x.shape[1]) for e in range(local)]
             handle._link = _attach_parts(x, parts, meta, group, tag_id)

@@ -20,6 +20,7 @@ token without terms gives +0.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -29,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ from .op_host.layout import (
     COMBINE_WEIGHTS,
     DTYPE_CODES,
     GRADIENT_BITS,
+    HANDLE_HEADER_WORDS,
     HandleView,
     HandleWord,
     expert_ranges,
@@ -114,7 +116,7 @@ def send_counts_reference(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, T
     return counts_E, rearrange(slot, "(t k) -> t k", t=topk_idx.shape[0], k=topk_idx.shape[1]).int()
 
 
-def _quantize_rows(x: Tensor, quantize: str | None) -> tuple[Tensor, Tensor]:
+def quantized_rows(x: Tensor, quantize: str | None) -> tuple[Tensor, Tensor]:
     """[N, H] rows as they travel, and their float32 scales: [0] when they aren't quantised."""
     return (x, torch.empty(0)) if quantize is None else quantize_rows_reference(x, quantize)
 
@@ -219,7 +221,7 @@ def dispatch_reference(
     tokens_R = torch.tensor([len(x) for x in xs])
     first_R = tokens_R.cumsum(0) - tokens_R  # each rank's first row when the ranks' tokens are put together
     all_rows = torch.cat(list(xs))[first_R[pairs.source_N3[:, 0]] + pairs.source_N3[:, 1]]
-    all_rows, all_scales = _quantize_rows(all_rows, quantize)
+    all_rows, all_scales = quantized_rows(all_rows, quantize)
     all_weights = None
     if weights is not None:
         kept = [weights_TK[idx_TK >= 0] for weights_TK, idx_TK in zip(weights, idxs, strict=True)]
@@ -441,6 +443,9 @@ def dequantize_rows_reference(q_TH: Tensor, scales: Tensor) -> Tensor:
 # ============================================================================================================
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a group was created with: the bounds that the arguments of a call are checked against."""
@@ -450,6 +455,7 @@ class Limits:
     max_tokens: int
     hidden_size: int
     dtype: torch.dtype
+    device: torch.device = _CPU
 
     @property
     def row_bytes(self) -> int:
@@ -462,22 +468,28 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_tensor(
-    operation: str, name: str, value: object, shape: str, dtypes: Sequence[torch.dtype], rank: int
+    operation: str,
+    name: str,
+    value: object,
+    shape: str,
+    dtypes: Sequence[torch.dtype],
+    rank: int,
+    device: torch.device = _CPU,
 ) -> None:
-    """A strided CPU tensor of one of ``dtypes``, with the dimensions that ``shape`` names, e.g. ``"[T, H]"``.
+    """A strided tensor of one of ``dtypes`` on ``device``, with the dimensions that ``shape`` names, e.g. ``"[T, H]"``.
 
     Raises:
-        BadType: not a tensor, not on the CPU, not strided, another dtype.
+        BadType: not a tensor, on another device, not strided, another dtype.
         BadValue: another number of dimensions.
     """
     if not isinstance(value, Tensor):
         raise BadType(
             f"{operation}: {name} is a {type(value).__name__} on rank {rank}; expected a torch.Tensor {shape}"
         )
-    if value.device.type != "cpu" or value.layout != torch.strided:
+    if value.device != device or value.layout != torch.strided:
         raise BadType(
             f"{operation}: {name} is a {value.layout} tensor on {value.device} on rank {rank}; "
-            f"expected a torch.strided tensor on cpu; convert it with .to_dense() or .cpu()"
+            f"expected a torch.strided tensor on {device}; convert it with .to_dense() or .to({str(device)!r})"
         )
     if value.dtype not in dtypes:
         raise BadType(
@@ -549,18 +561,24 @@ def check_options(pad_to: int, align: int, quant: int, rank: int) -> None:
         )
 
 
-def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Limits, rank: int) -> None:
+def check_dispatch(
+    x: object,
+    topk_idx: object,
+    topk_weights: object,
+    limits: Limits,
+    rank: int,
+    operation: str = "moe_a2a.dispatch",
+) -> None:
     """The arguments of dispatch are good: types first, then shapes, then limits, then the ids.
 
     Raises:
         BadType, BadValue: see :func:`check_tensor`, :func:`check_row`, :func:`check_ids`; also T or K above
             the group's, and row counts or shapes that don't go together.
     """
-    operation = "moe_a2a.dispatch"
-    check_tensor(operation, "x", x, "[T, H]", _FLOATS, rank)
-    check_tensor(operation, "topk_idx", topk_idx, "[T, K]", _IDS, rank)
+    check_tensor(operation, "x", x, "[T, H]", _FLOATS, rank, limits.device)
+    check_tensor(operation, "topk_idx", topk_idx, "[T, K]", _IDS, rank, limits.device)
     if topk_weights is not None:
-        check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank)
+        check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank, limits.device)
     assert isinstance(x, Tensor) and isinstance(topk_idx, Tensor)
     num_tokens, top_k = x.shape[0], topk_idx.shape[1]
     if topk_idx.shape[0] != num_tokens:
@@ -587,14 +605,15 @@ def check_dispatch(x: object, topk_idx: object, topk_weights: object, limits: Li
     check_ids(operation, topk_idx, limits.num_experts, rank)
 
 
-def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
+def check_combine_rows(
+    y: object, rows: int, limits: Limits, rank: int, operation: str = "moe_a2a.combine"
+) -> None:
     """y is [rows, H] of a float dtype and no wider than the group's row; H may be another than x's.
 
     Raises:
         BadType, BadValue
     """
-    operation = "moe_a2a.combine"
-    check_tensor(operation, "y", y, "[N, H]", _FLOATS, rank)
+    check_tensor(operation, "y", y, "[N, H]", _FLOATS, rank, limits.device)
     assert isinstance(y, Tensor)
     if len(y) != rows:
         raise BadValue(
@@ -604,7 +623,14 @@ def check_combine_rows(y: object, rows: int, limits: Limits, rank: int) -> None:
     check_row(operation, "y", y, limits, rank)
 
 
-def check_combine_weights(topk_weights: object, num_tokens: int, top_k: int, rank: int) -> None:
+def check_combine_weights(
+    topk_weights: object,
+    num_tokens: int,
+    top_k: int,
+    rank: int,
+    device: torch.device = _CPU,
+    operation: str = "moe_a2a.combine",
+) -> None:
     """topk_weights is None or [num_tokens, top_k] of a float dtype.
 
     Raises:
@@ -612,8 +638,7 @@ def check_combine_weights(topk_weights: object, num_tokens: int, top_k: int, ran
     """
     if topk_weights is None:
         return
-    operation = "moe_a2a.combine"
-    check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank)
+    check_tensor(operation, "topk_weights", topk_weights, "[T, K]", _FLOATS, rank, device)
     assert isinstance(topk_weights, Tensor)
     if tuple(topk_weights.shape) != (num_tokens, top_k):
         raise BadValue(
@@ -679,7 +704,7 @@ def _reason_text(error: Exception) -> bytes:
     return str(error).encode(errors="replace")[:_TEXT_BYTES]
 
 
-def _named(operation: str, error: Exception, rank: int) -> MoeA2AError:
+def named_error(operation: str, error: Exception, rank: int) -> MoeA2AError:
     """The error of this package for what a call met. Whoever gets one of these knows that the peers were told."""
     if isinstance(error, MoeA2AError):
         return error
@@ -740,7 +765,194 @@ def _unpack_rows(rows: Tensor, columns: Sequence[tuple[int, torch.dtype]]) -> li
     ]
 
 
-class CollectiveExchange:
+class Exchange(abc.ABC):
+    """dispatch and combine of a group whose calls Python makes; arguments, results and errors are those of
+    :class:`CollectiveExchange`. Here is what all of them know of their handles.
+
+    Attributes:
+        rank, world_size, depth: of the group.
+        device: of the tensors it takes and returns.
+    """
+
+    _generations = itertools.count(1)  # tells the handles of one exchange from another's, in this process
+
+    def __init__(self, rank: int, world_size: int, depth: int, limits: Limits) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.depth = depth
+        self.device = limits.device
+        self._limits = limits
+        self._experts = expert_ranges(limits.num_experts, world_size)
+        self._generation = next(self._generations)
+        self._epoch = 0  # n: dispatches started, the same on all ranks
+        self._open: dict[int, Tensor] = {}  # handles that may be combined by n, as dispatch made them
+
+    @abc.abstractmethod
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        routing: Tensor | None = None,
+        tag: int = 0,
+        pad_to: int = -1,
+        align: int = 1,
+        quant: int = 0,
+        gradients: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    @abc.abstractmethod
+    def combine(
+        self, y: Tensor | MoeA2AError, meta: Tensor, topk_weights: Tensor | None, pairs: bool = False
+    ) -> Tensor: ...
+
+    @abc.abstractmethod
+    def combine_again(self, y: Tensor, routing: Tensor, tag: int, pairs: bool) -> Tensor: ...
+
+    def begin_moe(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, tag: int, gradients: int
+    ) -> tuple[Tensor, Tensor]:
+        """The first half of a fused call: sends what is this rank's to send. ``gradients``: bits of Gradient, and what
+        :func:`op_host.layout.said_weights` says.
+
+        Returns:
+            rows: [N, H], where the experts' rows are after :meth:`arrive`. meta: the handle.
+        """
+        rows, _, _, meta = self.dispatch(x, topk_idx, None, None, tag, -1, 1, 0, gradients)
+        return rows, meta
+
+    def arrive(self, rows: Tensor, meta: Tensor) -> None:  # noqa: B027  nothing is late where dispatch brings all
+        """Waits until all rows of a fused call are there."""
+
+    @abc.abstractmethod
+    def abort(self, failure: Exception) -> None: ...
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, as ``EPGroup.stats`` describes them; {} where nothing is counted."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------------- handles
+
+    def _expire(self) -> None:
+        self._open = {n: meta for n, meta in self._open.items() if self._epoch - n < self.depth}
+
+    def _read_handle(self, operation: str, name: str, meta: object) -> HandleView:
+        """The handle of a dispatch of this exchange, open or not."""
+        if (
+            not isinstance(meta, Tensor)
+            or meta.dtype != torch.int64
+            or meta.dim() != 1
+            or meta.device.type != "cpu"
+            or not meta.is_contiguous()
+        ):
+            what = (
+                f"a {_shape(meta)} {meta.dtype} tensor"
+                if isinstance(meta, Tensor)
+                else f"a {type(meta).__name__}"
+            )
+            raise BadType(
+                f"{operation}: {name} is {what} on rank {self.rank}; expected the handle that dispatch returned"
+            )
+        try:
+            handle = HandleView(meta)
+            generation, rank = handle.generation, handle.rank
+        except (ValueError, IndexError) as error:
+            raise BadValue(
+                f"{operation}: {name} can't be read on rank {self.rank} ({error}); "
+                f"expected the handle that dispatch returned"
+            ) from error
+        if (generation, rank) != (self._generation, self.rank):
+            raise BadValue(
+                f"{operation}: {name} is of another group on rank {self.rank} (generation {generation}, "
+                f"rank {rank}; this group has generation {self._generation}); use it on the group it came from"
+            )
+        return handle
+
+    def _open_handle(self, meta: Tensor, whole: bool = True) -> HandleView:
+        """What this exchange knows of an open handle. One that was written to is refused, unless that is behind its header
+        and ``whole`` is False: nobody has to hear of it then, for what stands there isn't used.
+        """
+        operation = "moe_a2a.combine"
+        epoch = self._read_handle(operation, "handle", meta).epoch
+        if epoch not in self._open:
+            newer = self._epoch - epoch
+            why = (
+                f"{newer} newer dispatches have started and depth = {self.depth}; "
+                f"create the group with a larger depth"
+                if newer >= self.depth
+                else "it was combined already; a handle serves one combine"
+            )
+            raise HandleExpired(
+                f"{operation}: the handle of call {epoch} has expired on rank {self.rank}: {why}"
+            )
+        known = self._open[epoch]
+        words = len(known) if whole else HANDLE_HEADER_WORDS
+        if len(meta) != len(known) or not torch.equal(meta[:words], known[:words]):
+            raise BadValue(
+                f"{operation}: the handle of call {epoch} was written to after dispatch returned it on rank {self.rank}; "
+                f"leave it as it is"
+            )
+        return HandleView(known)
+
+    def _routing_of(
+        self, topk_idx: Tensor | None, routing: Tensor | None
+    ) -> tuple[Tensor | None, HandleView | None]:
+        """The ids of a dispatch, and the handle whose routing is used again."""
+        if (topk_idx is None) == (routing is None):
+            both = (
+                "both topk_idx and routing are" if routing is not None else "neither topk_idx nor routing is"
+            )
+            raise BadValue(f"moe_a2a.dispatch: {both} given on rank {self.rank}; expected one of them")
+        return (topk_idx, None) if routing is None else self._read_routing(routing)
+
+    def _read_routing(self, meta: object) -> tuple[Tensor, HandleView]:
+        """The ids [T, K] of the dispatch whose handle this is, and the handle."""
+        operation = "moe_a2a.dispatch"
+        handle = self._read_handle(operation, "routing", meta)
+        changed = BadValue(
+            f"{operation}: routing is a handle that was written to after dispatch returned it, on rank {self.rank}; "
+            f"leave handles as they are"
+        )
+        limits, local = self._limits, self._experts[self.rank]
+        sizes = handle.num_tokens, handle.top_k, handle.world_size, handle.num_experts
+        most = limits.max_tokens, limits.top_k, self.world_size, limits.num_experts
+        if (
+            min(sizes) < 0
+            or any(size > limit for size, limit in zip(sizes, most, strict=True))
+            or sizes[2:] != most[2:]
+        ):
+            raise changed
+        assert isinstance(meta, Tensor)
+        first = handle_words(
+            num_tokens=handle.num_tokens,
+            top_k=handle.top_k,
+            world_size=self.world_size,
+            num_experts=limits.num_experts,
+            local_experts=len(local),
+        )
+        parts = (
+            HandleWord.COUNTS,
+            HandleWord.OFFSETS,
+            HandleWord.MATRIX,
+            HandleWord.EXPERT,
+            HandleWord.ROW,
+            HandleWord.IDS,
+        )
+        if [int(meta[part]) for part in parts] + [len(meta)] != first:
+            raise changed
+        topk_idx = handle.expert_TK.clone()
+        if len(topk_idx) and bool(((topk_idx < -1) | (topk_idx >= limits.num_experts)).any()):
+            raise changed
+        counts_E, _ = send_counts_reference(topk_idx, limits.num_experts)
+        if not torch.equal(counts_E.int(), handle.counts_RE[self.rank]):
+            raise changed
+        return topk_idx, handle
+
+
+class CollectiveExchange(Exchange):
     """The ``collective`` transport: dispatch and combine over torch.distributed where no memory is shared.
 
     Calls are collective: every rank makes the same calls in the same order, with any number of tokens. What
@@ -773,8 +985,6 @@ class CollectiveExchange:
     Raises:
         BadValue: a size that makes no sense, or rank and world_size that aren't the process group's.
     """
-
-    _generations = itertools.count(1)  # tells the handles of one exchange from another's, in this process
 
     def __init__(
         self,
@@ -821,17 +1031,10 @@ class CollectiveExchange:
                     f"CollectiveExchange: rank, world_size = {(rank, world_size)}; "
                     f"expected the process group's own, {actual}"
                 )
-        self.rank = rank
-        self.world_size = world_size
-        self.depth = depth
-        self._limits = Limits(num_experts, top_k, max_tokens, hidden_size, dtype)
-        self._experts = expert_ranges(num_experts, world_size)
+        super().__init__(rank, world_size, depth, Limits(num_experts, top_k, max_tokens, hidden_size, dtype))
         self._process_group = process_group
         self._timeout = timeout
         self._next_timeout = warmup_timeout
-        self._generation = next(self._generations)
-        self._epoch = 0  # n: dispatches started, the same on all ranks
-        self._open: dict[int, Tensor] = {}  # handles that may be combined by n, as dispatch made them
         self._poisoned = ""
         self._closed = False
 
@@ -883,21 +1086,13 @@ class CollectiveExchange:
         header = _Header(_DISPATCH, epoch=self._epoch)
         counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
         try:
-            if (topk_idx is None) == (routing is None):
-                both = (
-                    "both topk_idx and routing are"
-                    if routing is not None
-                    else "neither topk_idx nor routing is"
-                )
-                raise BadValue(f"moe_a2a.dispatch: {both} given on rank {self.rank}; expected one of them")
-            ids_TK, digest = topk_idx, 0
-            if routing is not None:
-                ids_TK, digest = self._read_routing(routing)
+            ids_TK, again = self._routing_of(topk_idx, routing)
+            digest = 0 if again is None else _digest(again.counts_RE, again.epoch)
             check_dispatch(x, ids_TK, topk_weights, self._limits, self.rank)
             check_options(pad_to, align, quant, self.rank)
             assert isinstance(ids_TK, Tensor)
             counts_E, slot_TK = send_counts_reference(ids_TK, self._limits.num_experts)
-            rows_TH, scales_T = _quantize_rows(x.detach(), QUANT_NAMES.get(quant))
+            rows_TH, scales_T = quantized_rows(x.detach(), QUANT_NAMES.get(quant))
             parts = [rows_TH, scales_T[:, None] if quant == 1 else scales_T][: 1 + (quant > 0)]
             send = _pack_rows(parts, ids_TK, topk_weights)
             header = header._replace(
@@ -913,7 +1108,7 @@ class CollectiveExchange:
                 ids=int(ids_digest(ids_TK)),
             )
         except Exception as error:  # whatever stops this rank, its peers must hear of it
-            failure = _named("moe_a2a.dispatch", error, self.rank)
+            failure = named_error("moe_a2a.dispatch", error, self.rank)
         with self._in_step():
             headers, counts_RE, reasons = self._exchange_records(header, counts_E, failure)
         if failure is not None:
@@ -970,7 +1165,7 @@ class CollectiveExchange:
                 ids_R=[headers[rank].ids for rank in range(self.world_size)],
             )
         except Exception as error:  # no memory for padding, say: this rank's own affair
-            raise _named("moe_a2a.dispatch", error, self.rank) from error
+            raise named_error("moe_a2a.dispatch", error, self.rank) from error
         self._open[self._epoch] = meta.clone()
         # Copies: an operator's outputs must not be views.
         return arrays[0].clone(), weights_N.clone(), scales[:, 0] if quant == 1 else scales, meta
@@ -1028,7 +1223,7 @@ class CollectiveExchange:
         except HandleExpired:
             raise
         except Exception as error:  # as in dispatch
-            failure = _named("moe_a2a.combine", error, self.rank)
+            failure = named_error("moe_a2a.combine", error, self.rank)
         self._open.pop(header.handle, None)
         with self._in_step():
             no_counts_E = torch.zeros(self._limits.num_experts, dtype=torch.int64)
@@ -1106,105 +1301,6 @@ class CollectiveExchange:
                 f"{operation}: the group is poisoned on rank {self.rank} by an earlier failure "
                 f"({self._poisoned}); close it and create a new one"
             )
-
-    def _expire(self) -> None:
-        self._open = {n: meta for n, meta in self._open.items() if self._epoch - n < self.depth}
-
-    def _read_handle(self, operation: str, name: str, meta: object) -> HandleView:
-        """The handle of a dispatch of this exchange, open or not."""
-        if (
-            not isinstance(meta, Tensor)
-            or meta.dtype != torch.int64
-            or meta.dim() != 1
-            or meta.device.type != "cpu"
-            or not meta.is_contiguous()
-        ):
-            what = (
-                f"a {_shape(meta)} {meta.dtype} tensor"
-                if isinstance(meta, Tensor)
-                else f"a {type(meta).__name__}"
-            )
-            raise BadType(
-                f"{operation}: {name} is {what} on rank {self.rank}; expected the handle that dispatch returned"
-            )
-        try:
-            handle = HandleView(meta)
-            generation, rank = handle.generation, handle.rank
-        except (ValueError, IndexError) as error:
-            raise BadValue(
-                f"{operation}: {name} can't be read on rank {self.rank} ({error}); "
-                f"expected the handle that dispatch returned"
-            ) from error
-        if (generation, rank) != (self._generation, self.rank):
-            raise BadValue(
-                f"{operation}: {name} is of another group on rank {self.rank} (generation {generation}, "
-                f"rank {rank}; this group has generation {self._generation}); use it on the group it came from"
-            )
-        return handle
-
-    def _open_handle(self, meta: Tensor) -> HandleView:
-        operation = "moe_a2a.combine"
-        epoch = self._read_handle(operation, "handle", meta).epoch
-        if epoch not in self._open:
-            newer = self._epoch - epoch
-            why = (
-                f"{newer} newer dispatches have started and depth = {self.depth}; "
-                f"create the group with a larger depth"
-                if newer >= self.depth
-                else "it was combined already; a handle serves one combine"
-            )
-            raise HandleExpired(
-                f"{operation}: the handle of call {epoch} has expired on rank {self.rank}: {why}"
-            )
-        if not torch.equal(meta, self._open[epoch]):
-            raise BadValue(
-                f"{operation}: the handle of call {epoch} was written to after dispatch returned it on rank {self.rank}; "
-                f"leave it as it is"
-            )
-        return HandleView(self._open[epoch])
-
-    def _read_routing(self, meta: object) -> tuple[Tensor, int]:
-        """The ids [T, K] of the dispatch whose handle this is, and the digest of its send-count matrix."""
-        operation = "moe_a2a.dispatch"
-        handle = self._read_handle(operation, "routing", meta)
-        changed = BadValue(
-            f"{operation}: routing is a handle that was written to after dispatch returned it, on rank {self.rank}; "
-            f"leave handles as they are"
-        )
-        limits, local = self._limits, self._experts[self.rank]
-        sizes = handle.num_tokens, handle.top_k, handle.world_size, handle.num_experts
-        most = limits.max_tokens, limits.top_k, self.world_size, limits.num_experts
-        if (
-            min(sizes) < 0
-            or any(size > limit for size, limit in zip(sizes, most, strict=True))
-            or sizes[2:] != most[2:]
-        ):
-            raise changed
-        assert isinstance(meta, Tensor)
-        first = handle_words(
-            num_tokens=handle.num_tokens,
-            top_k=handle.top_k,
-            world_size=self.world_size,
-            num_experts=limits.num_experts,
-            local_experts=len(local),
-        )
-        parts = (
-            HandleWord.COUNTS,
-            HandleWord.OFFSETS,
-            HandleWord.MATRIX,
-            HandleWord.EXPERT,
-            HandleWord.ROW,
-            HandleWord.IDS,
-        )
-        if [int(meta[part]) for part in parts] + [len(meta)] != first:
-            raise changed
-        topk_idx = handle.expert_TK.clone()
-        if len(topk_idx) and bool(((topk_idx < -1) | (topk_idx >= limits.num_experts)).any()):
-            raise changed
-        counts_E, _ = send_counts_reference(topk_idx, limits.num_experts)
-        if not torch.equal(counts_E.int(), handle.counts_RE[self.rank]):
-            raise changed
-        return topk_idx, _digest(handle.counts_RE, handle.epoch)
 
     def _check_sizes(self, headers: dict[int, _Header], counts_RE: Tensor, align: int) -> None:
         """Every rank gets as many rows as it asked for, and no more than int32 can number. All ranks decide alike.

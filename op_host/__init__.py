@@ -3,7 +3,9 @@
 =================  ==========================================================================================
 ``layout.py``      the window layout and the records, byte by byte, as data that every kernel is handed
 ``tiling.py``      how work is cut for a target: wait policy, store kind, thresholds
+``heap.py``        symmetric memory: whose windows they are, in shared memory or on devices
 ``window.py``      memfd windows: create, pass between processes, map, prefault
+``meeting.py``     how ranks agree while a group is being made
 ``transport.py``   probe, describe, agree, choose
 ``native.py``      the compiled library as seen from Python: control calls, failures
 ``ascend/``        Triton kernels lowered for Ascend without CANN, and the rules their IR is checked by

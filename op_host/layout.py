@@ -784,7 +784,7 @@ def pack_handle(
         num_experts=num_experts,
         local_experts=len(local),
     )
-    meta = torch.zeros(words[-1], dtype=torch.int64)
+    meta = torch.zeros(words[-1], dtype=torch.int64, device="cpu")
     header: dict[HandleWord, Any] = {
         HandleWord.MAGIC: HANDLE_MAGIC,
         HandleWord.EPOCH: epoch,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch  # the library links against torch, which must be loaded first
 
-from ..errors import FAILURE_KINDS, INTERRUPTED, BadType, BadValue
+from ..errors import FAILURE_KINDS, INTERRUPTED, BadType, BadValue, failure_number
 from .layout import WindowLayout
 from .tiling import Tiling
 
@@ -23,8 +23,6 @@ except ImportError as error:  # pragma: no cover - shown to someone whose build 
         f"moe_a2a: the compiled part is missing or doesn't load ({error}). Build it with: "
         "pip install --no-build-isolation -e ."
     ) from error
-
-_NUMBERS = {kind: number for number, kind in FAILURE_KINDS.items()}
 
 
 def _int64s(values: list[int]) -> bytes:
@@ -44,6 +42,11 @@ class MappedWindow:
     def view(self) -> memoryview:
         """The window's bytes. The caller keeps the mapping alive."""
         return lib.view_window(self.address, self.size)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """As numpy takes it: uint8 [size], an array that keeps this object, and so the mapping, alive."""
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (self.address, False)}
 
 
 def map_window(fd: int, size: int, *, fill: bool, populate: bool = True) -> MappedWindow:
@@ -163,7 +166,9 @@ def raise_failure(
     if tell_peers is not None:
         try:
             # The text goes to C and to other processes.
-            tell_peers(_NUMBERS[kind], reason.encode(errors="replace").decode().replace("\0", "?"))
+            tell_peers(
+                failure_number(kind(reason)), reason.encode(errors="replace").decode().replace("\0", "?")
+            )
         except RuntimeError as lost:
             raise_failure(lost)
     # What torch, or a Python check, says about an argument.

@@ -56,6 +56,28 @@ def boot_id() -> str:
         return ""
 
 
+def window_header(layout: WindowLayout, rank: int, nonce: bytes) -> bytes:
+    """The first words of a window; ``nonce`` (16 random bytes) tells it from every other one."""
+    words = [0] * len(HeaderWord)
+    words[HeaderWord.MAGIC] = MAGIC
+    words[HeaderWord.VERSION] = layout.version
+    words[HeaderWord.FORMAT] = layout.format
+    words[HeaderWord.GENERATION] = layout.generation
+    words[HeaderWord.RANK] = rank
+    words[HeaderWord.WORLD_SIZE] = layout.world_size
+    words[HeaderWord.TOTAL_BYTES] = layout.total_bytes
+    words[HeaderWord.NONCE_LO], words[HeaderWord.NONCE_HI] = struct.unpack("<qq", nonce)
+    return struct.pack(f"<{len(words)}q", *words)
+
+
+def check_header(data: bytes, nonce: bytes) -> None:
+    """Raises OSError unless ``data`` begins as the window of this nonce does."""
+    words = struct.unpack_from(f"<{len(HeaderWord)}q", data)
+    found = struct.pack("<qq", words[HeaderWord.NONCE_LO], words[HeaderWord.NONCE_HI])
+    if words[HeaderWord.MAGIC] != MAGIC or found != nonce:
+        raise OSError("what was opened isn't the window announced (its nonce differs)")
+
+
 def create_window(layout: WindowLayout, rank: int) -> WindowFile:
     """Creates this rank's window: an unnamed file of the layout's size with a header, readable by this user only.
 
@@ -69,16 +91,7 @@ def create_window(layout: WindowLayout, rank: int) -> WindowFile:
         # A file that can't shrink can't kill a peer with SIGBUS.
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
         nonce = secrets.token_bytes(16)
-        words = [0] * len(HeaderWord)
-        words[HeaderWord.MAGIC] = MAGIC
-        words[HeaderWord.VERSION] = layout.version
-        words[HeaderWord.FORMAT] = layout.format
-        words[HeaderWord.GENERATION] = layout.generation
-        words[HeaderWord.RANK] = rank
-        words[HeaderWord.WORLD_SIZE] = layout.world_size
-        words[HeaderWord.TOTAL_BYTES] = layout.total_bytes
-        words[HeaderWord.NONCE_LO], words[HeaderWord.NONCE_HI] = struct.unpack("<qq", nonce)
-        os.pwrite(fd, struct.pack(f"<{len(words)}q", *words), 0)
+        os.pwrite(fd, window_header(layout, rank, nonce), 0)
     except BaseException:
         os.close(fd)
         raise
@@ -90,10 +103,7 @@ def _verify(fd: int, address: WindowAddress) -> None:
     size = os.fstat(fd).st_size
     if size != address.size:
         raise OSError(f"the file opened has {size} bytes, the window announced has {address.size}")
-    words = struct.unpack(f"<{len(HeaderWord)}q", os.pread(fd, 8 * len(HeaderWord), 0))
-    nonce = struct.pack("<qq", words[HeaderWord.NONCE_LO], words[HeaderWord.NONCE_HI])
-    if words[HeaderWord.MAGIC] != MAGIC or nonce != address.nonce:
-        raise OSError("the file opened isn't the window announced (its nonce differs)")
+    check_header(os.pread(fd, 8 * len(HeaderWord), 0), address.nonce)
 
 
 def open_by_proc(address: WindowAddress) -> int:

@@ -107,6 +107,7 @@ class RankContext:
         rank, world_size: this rank and the number of ranks in the run.
         process_group: the torch process group of ranks 0..world_size-1; None in a pool without a world.
         rng: a generator seeded by the run's seed and the rank, so that delays differ between ranks.
+        kernels: what moves rows, by rank, in the groups made here; () for the usual.
     """
 
     rank: int
@@ -115,6 +116,7 @@ class RankContext:
     rng: random.Random
     _caches: dict[int, OrderedDict[str, Any]]
     _fresh: list[Any] = field(default_factory=list)
+    kernels: tuple[str, ...] = ()
 
     def group(self, **kwargs: Any) -> Any:
         """An ``EPGroup`` over this run's ranks, kept open and handed out again for equal arguments.
@@ -123,7 +125,7 @@ class RankContext:
         decided by each rank alone.
         """
         cache = self._caches.setdefault(self.world_size, OrderedDict())
-        key = repr(sorted(kwargs.items()))
+        key = repr((self.kernels, sorted(kwargs.items())))
         if key in cache:
             cache.move_to_end(key)
             return cache[key]
@@ -141,6 +143,8 @@ class RankContext:
     def _make(self, **kwargs: Any) -> Any:
         import moe_a2a
 
+        if self.kernels:
+            kwargs = {"kernels": self.kernels[self.rank], **kwargs}
         return moe_a2a.EPGroup(self.process_group, **kwargs)
 
     def jitter(self, max_ms: float) -> None:

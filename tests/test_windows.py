@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from pool import RankPool
 from rank_bodies import windows
 
@@ -38,6 +39,14 @@ def test_collective_is_chosen_by_all_when_one_can_open_nothing(pool: RankPool) -
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_collective_when_asked_for(pool: RankPool, ranks: int) -> None:
     pool.run(ranks, windows.collective_asked_for)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "hip"])
+def test_a_transport_that_is_not_here_is_refused_with_reasons(pool: RankPool, name: str) -> None:
+    first, second = pool.run(2, windows.gpu_asked_for, name)
+    assert first == second and first.startswith(f"moe_a2a.EPGroup: transport {name} can't be had: rank 0: ")
+    assert "; rank 1: " in first and ("isn't a build for" in first or "sees no GPU" in first)
 
 
 def test_device_mesh(pool: RankPool) -> None:

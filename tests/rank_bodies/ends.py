@@ -18,8 +18,8 @@ import torch
 from pool import RankContext
 
 import moe_a2a
-import moe_a2a.group as group_module
 from moe_a2a import errors
+from moe_a2a.op_host import native
 from rank_bodies.windows import SIZES, check_step
 
 QUICK = 5.0  # seconds on a busy machine; the groups' timeout is 20 and more
@@ -310,7 +310,6 @@ def interrupted_creation(ctx: RankContext) -> tuple[int, int]:
     class Interrupt(BaseException):
         pass
 
-    native = vars(group_module)["native"]
     for name in ("map_window", "create_group"):
         original = getattr(native, name)
 

@@ -393,7 +393,7 @@ def playing(
         yield Player(ctx, group)
         return
     node = make(
-        [window.view() for window in group._windows],
+        [window.view() for window in group.heap.windows],
         ctx.rank,
         sizes_of(spec, ctx.world_size),
         FORMATS[spec.record_format],
@@ -681,7 +681,7 @@ def headers(ctx: RankContext, spec: GroupSpec, numpy_at: int) -> Any:
         rest = [bool(node._bytes(q, 72, 4096 - 72).any()) for q in R]
         counters = [node._bytes(q, 4096, 24).view("<i8").tolist() for q in R]
         unwritten = [bool(node._bytes(q, 4096 + 24, end - 4096 - 24).any()) for q in R]
-        sizes = [len(window.view()) for window in player.group._windows]
+        sizes = [len(window.view()) for window in player.group.heap.windows]
         found = [node.header(q) for q in R], sizes, rest, unwritten, counters, end
         ctx.barrier()
         return found
@@ -1124,7 +1124,7 @@ def read_words(ctx: RankContext, spec: GroupSpec, numpy_at: int, lie: int) -> li
 
 def progress_of(player: Player) -> tuple[int, int, int]:
     """EPOCH, PHASE and VERDICT of a rank's own window."""
-    epoch, phase, verdict = struct.unpack_from("<3q", player.group._windows[player.rank].view(), 4096)
+    epoch, phase, verdict = struct.unpack_from("<3q", player.group.heap.windows[player.rank].view(), 4096)
     return epoch, phase, verdict
 
 

@@ -13,8 +13,8 @@ from pool import RankContext
 from torch.distributed.device_mesh import DeviceMesh
 
 import moe_a2a
-import moe_a2a.group as group_module
 from moe_a2a import errors, reference
+from moe_a2a.op_host import heap as heap_module
 
 SIZES: dict[str, Any] = {
     "num_experts": 5,
@@ -49,20 +49,20 @@ def check_step(ctx: RankContext, group: moe_a2a.EPGroup, seed: int = 0) -> None:
 
 @contextlib.contextmanager
 def replaced(name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """moe_a2a.group.NAME is ``value`` inside the block."""
-    original = getattr(group_module, name)
-    setattr(group_module, name, value)
+    """moe_a2a.op_host.heap.NAME is ``value`` inside the block."""
+    original = getattr(heap_module, name)
+    setattr(heap_module, name, value)
     try:
         yield
     finally:
-        setattr(group_module, name, original)
+        setattr(heap_module, name, original)
 
 
 def proc_closed(ctx: RankContext, closed_on: list[int]) -> str:
     """/proc is closed to some ranks: the windows come over the socket, and the transport is the same."""
     asked: list[int] = []
 
-    original: Callable[[Any, str], tuple[int, int]] = vars(group_module)["open_by_socket"]
+    original: Callable[[Any, str], tuple[int, int]] = vars(heap_module)["open_by_socket"]
 
     def counted(address: Any, server: str) -> tuple[int, int]:
         asked.append(address.pid)
@@ -123,6 +123,17 @@ def collective_asked_for(ctx: RankContext) -> None:
     assert x.shape == (3, 33) and x.dtype == torch.float32
 
 
+def gpu_asked_for(ctx: RankContext, name: str) -> str:
+    """A transport that isn't here is refused by all ranks, with each one's reason; the ranks can go on with another."""
+    try:
+        ctx.fresh_group(**SIZES, transport=name)
+        raise AssertionError(f"{name} was promised")
+    except errors.TransportUnavailable as error:
+        text = str(error)
+    check_step(ctx, ctx.fresh_group(**SIZES))
+    return text
+
+
 def device_mesh(ctx: RankContext) -> None:
     """A one-dimensional mesh is a group; a two-dimensional one is asked for its dimension."""
     ranks = torch.arange(ctx.world_size)
@@ -159,22 +170,24 @@ def own_memory(ctx: RankContext) -> tuple[int, int, int, int]:
     from moe_a2a.op_host import layout, window
 
     group = ctx.fresh_group(**{**SIZES, "max_tokens": 4096, "hidden_size": 512})
-    assert group._window is not None
+    heap = group.heap
+    assert isinstance(heap, heap_module.SharedMemoryHeap)
+    own = heap.windows[ctx.rank]
     hint = moe_a2a.EPGroup.size_hint(
         ctx.world_size,
         **{k: v for k, v in {**SIZES, "max_tokens": 4096, "hidden_size": 512}.items() if "time" not in k},
     )
-    assert hint.total_bytes == group._window.size == sum(hint.regions.values())
-    huge = window.huge_page_bytes(group._window.address)
-    assert huge == (group._window.size if group._window.collapsed else 0)
-    assert group._window.address % layout.PAGE == 0
+    assert hint.total_bytes == own.size == sum(hint.regions.values())
+    huge = window.huge_page_bytes(own.address)
+    assert huge == (own.size if own.collapsed else 0)
+    assert own.address % layout.PAGE == 0
     file = window.create_window(group.layout, 0)
     try:
         seals = fcntl.fcntl(file.fd, 1034)  # F_GET_SEALS
         mode = os.fstat(file.fd).st_mode & 0o7777
     finally:
         os.close(file.fd)
-    return group._window.size, huge, mode, seals
+    return own.size, huge, mode, seals
 
 
 def wait_statistics(ctx: RankContext) -> list[float]:

@@ -116,7 +116,9 @@ def spoiled_record(ctx: RankContext, record_format: str, word: str, value: int) 
 
         thread = threading.Thread(target=call)
         thread.start()
-        view = group._windows[0].view()
+        heap = group.heap
+        assert heap is not None
+        view = memoryview(heap.block(0).numpy())
         record = layout.record + 1 % layout.record_slots * layout.record_slot_stride + layout.record_stride
         deadline = time.monotonic() + 20
         while struct.unpack_from("<i", view, record + layout.record_code)[0] != layout.code(1):
@@ -142,7 +144,9 @@ def spoiled_cell(ctx: RankContext, record_format: str, word: str, value: int) ->
     x, idx = torch.ones(3, 5), torch.tensor([[0], [3], [3]])
     d = moe_a2a.dispatch(x, idx, group)
     if ctx.rank == 1:
-        view = group._windows[0].view()
+        heap = group.heap
+        assert heap is not None
+        view = memoryview(heap.block(0).numpy())
         with contextlib.suppress(errors.MoeA2AError):
             # Bad weights: the rows go out, and this rank doesn't wait.
             moe_a2a.combine(d.x, d.handle, torch.ones(1, 9))
