@@ -55,7 +55,7 @@ HEADERS = sorted(
 )
 
 setup(
-    packages=["moe_a2a", "moe_a2a.op_host", "moe_a2a.op_kernel"],
+    packages=["moe_a2a", "moe_a2a.op_host", "moe_a2a.op_kernel", "moe_a2a.integrations"],
     # The folders stand at the top; links of the same names inside the package let tools that read the tree find them.
     package_dir={"moe_a2a.op_host": "op_host", "moe_a2a.op_kernel": "op_kernel"},
     package_data={"moe_a2a": ["py.typed", "_C.pyi"]},
