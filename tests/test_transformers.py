@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,9 @@ def test_the_models_own_experts(four: RankPool, case: str, ranks: int) -> None:
 def test_any_number_of_experts(four: RankPool, experts: int, norm_topk_prob: bool) -> None:
     changes = {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": norm_topk_prob}
     four.run(4, hf.parity, "qwen3_moe", changes, True)
+
+
+@pytest.mark.parametrize("mesh", hf.MESHES)
+def test_at_load(four: RankPool, tmp_path: Path, mesh: str) -> None:
+    hf.save_tiny(str(tmp_path), "mixtral")
+    assert "at load" in four.run(4, hf.loaded, str(tmp_path), mesh, None)[0]

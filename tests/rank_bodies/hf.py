@@ -107,3 +107,67 @@ def explained(model: nn.Module) -> str:
     text = io.StringIO()
     moe_a2a.explain(model, text)
     return text.getvalue()
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "experts over all": {"fsdp_size": 4, "ep_size": 4},
+    "experts over pairs": {"fsdp_size": 4, "ep_size": 2},
+    "tensor parallel": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+    "tensor parallel, experts over it": {"tp_size": 2, "fsdp_size": 2, "ep_size": 2},
+}
+
+
+def load(folder: str, mesh: dict[str, Any], implementation: str = "moe_a2a") -> nn.Module:
+    """A saved model, sharded by transformers itself."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    import moe_a2a.integrations.transformers  # noqa: F401  (registers)
+
+    config = DistributedConfig(**mesh, ep_implementation=implementation)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    return model
+
+
+def whole(value: Any) -> Tensor:
+    """A tensor that may be sharded, in one piece."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def loaded(ctx: RankContext, folder: str, mesh_name: str, saved: str | None) -> str:
+    """``ep_implementation="moe_a2a"`` against the plain model, and against "all_to_all"; saves, if asked to."""
+    from transformers import AutoModelForCausalLM
+
+    mesh = MESHES[mesh_name]
+    shared = mesh.get("tp_size", 1)  # ranks that hold the same batch
+    batches = 4 // shared
+    alone = AutoModelForCausalLM.from_pretrained(folder)
+    model, other = load(folder, mesh), load(folder, mesh, "all_to_all")
+    mine = ctx.rank // shared
+    for turn in range(2):
+        ctx.jitter(3)
+        ids = [ids_of((batch + turn) % len(SIZES)) for batch in range(batches)]
+        model.zero_grad()
+        alone.zero_grad()
+        with counted() as calls:
+            out = model(ids[mine])
+            out.logits.pow(2).sum().backward()
+        assert calls["moe"] == len(experts_of(model)) and not calls["dispatch"], calls
+        with torch.no_grad():
+            torch.testing.assert_close(other(ids[mine]).logits, out.logits, rtol=1e-5, atol=1e-6)
+        for batch, one in enumerate(ids):
+            result = alone(one)
+            (result.logits.pow(2).sum() / batches).backward()  # FSDP2 averages
+            if batch == mine:
+                torch.testing.assert_close(out.logits, result.logits, **CLOSE)
+        for (name, value), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert value.grad is not None and want.grad is not None, name
+            got = whole(value.grad)
+            assert (got - want.grad).norm() <= 1e-5 * want.grad.norm(), f"{name}: {got.norm()}, {want.grad.norm()}"
+    if saved is not None:
+        model.save_pretrained(saved)  # type: ignore[operator]
+    return explained(model)
+
+
+def save_tiny(folder: str, family: str, **changes: Any) -> None:
+    make_model(family, **changes).save_pretrained(folder)
