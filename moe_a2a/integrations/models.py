@@ -123,7 +123,9 @@ def _spread(model: nn.Module, process_group: Any, same_batch: DeviceMesh | None)
         # Of the instance: changing the model's experts implementation then changes what computes the rows that came, and can't
         # hand global ids to a class that has a part of the experts.
         experts.forward = MethodType(_forward, experts)
-        experts.register_load_state_dict_pre_hook(partial(_take_own))
+        experts.register_load_state_dict_pre_hook(_take_own)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = MethodType(_save_pretrained, model)
     return {id(windows): windows for windows in shared.values()}
 
 
@@ -160,6 +162,20 @@ def _take_own(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
         whole = state.get(prefix + at)
         if isinstance(whole, Tensor) and whole.dim() and whole.shape[0] == layer.windows.num_experts != len(own):
             state[prefix + at] = whole[own.start : own.stop]
+
+
+def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """transformers' ``save_pretrained`` for all ranks together: rank 0 writes the whole model."""
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = full_state_dict(self)
+    if not _distributed() or dist.get_rank() == 0:
+        type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    if _distributed():
+        dist.barrier()
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _top_k(name: str, experts: nn.Module) -> int:
@@ -220,10 +236,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The whole model's state dict, keys and shapes as before :func:`convert`. Collective over all ranks.
 
     Returns:
-        On rank 0 of the default process group tensors on the CPU, whichever way the model is sharded; {} on the others. For
-        ``model.save_pretrained(path, state_dict=state, is_main_process=rank == 0)``.
+        On rank 0 of the default process group tensors on the CPU, whichever way the model is sharded; {} on the others.
+        ``save_pretrained`` of a converted model, called on all ranks, takes it by itself.
     """
-    main = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    main = not _distributed() or dist.get_rank() == 0
     spread = {name: layer for name, layer in _layers(model) if layer.placed == "converted"}
     state = {}
     for key, value in model.state_dict().items():
