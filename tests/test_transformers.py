@@ -1,4 +1,4 @@
-"""moe_a2a inside models of transformers: the same numbers as the installed, unswapped model. Run by `make test-transformers`."""
+"""moe_a2a inside models of transformers: the numbers of the installed, unswapped model. Run by `make test-transformers`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,23 @@ OWN: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_the_models_own_experts(four: RankPool, case: str, ranks: int) -> None:
     family, changes, why = OWN[case]
     assert why in four.run(ranks, hf.parity, family, changes, False)[0]
+
+
+def test_a_fault_in_the_models_own_experts(two: RankPool) -> None:
+    two.run(2, hf.faults_in_own_experts)
+
+
+@pytest.mark.parametrize("activation", ["silu", "tanh"])
+def test_ranks_without_rows_or_experts(four: RankPool, activation: str) -> None:
+    four.run(4, hf.one_expert_is_all, activation)
+
+
+def test_ranks_with_the_same_tokens(four: RankPool) -> None:
+    four.run(4, hf.same_batch)
+
+
+def test_a_deep_copy(two: RankPool) -> None:
+    two.run(2, hf.copied)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])

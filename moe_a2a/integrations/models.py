@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import errors
 from ..op_host.layout import expert_ranges
@@ -108,7 +107,7 @@ def _spread(model: nn.Module, process_group: Any, same_batch: DeviceMesh | None)
         _check(name, experts)
         shared.setdefault(int(experts.num_experts), Windows(process_group, int(experts.num_experts)))
     sliced: dict[int, nn.Parameter] = {}
-    for name, experts in found:
+    for _, experts in found:
         windows = shared[int(experts.num_experts)]
         layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), same_batch)
         own = layer.local_experts
@@ -125,7 +124,7 @@ def _spread(model: nn.Module, process_group: Any, same_batch: DeviceMesh | None)
         experts.forward = MethodType(_forward, experts)
         experts.register_load_state_dict_pre_hook(_take_own)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(_save_pretrained, model)
+        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
     return {id(windows): windows for windows in shared.values()}
 
 
@@ -136,7 +135,7 @@ def _check(name: str, experts: nn.Module) -> None:
             'with DistributedConfig(..., ep_implementation="moe_a2a")'
         )
     for at, value in experts.named_parameters(recurse=False):
-        if isinstance(value, DTensor):
+        if _is_dtensor(value):
             raise errors.BadValue(
                 f"{_CONVERT}: {name}.{at} is a DTensor; convert first and shard later, or load with "
                 'DistributedConfig(..., ep_implementation="moe_a2a")'
@@ -147,9 +146,12 @@ def _check(name: str, experts: nn.Module) -> None:
             )
 
 
-def _forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def _is_dtensor(value: Any) -> bool:
+    """Without importing the class, which takes a second: where there is one, it is imported."""
+    return hasattr(value, "full_tensor")
+
+
+def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     layer: ExpertLayer = getattr(self, LAYER)
     return layer(self, partial(type(self).forward, self), hidden_states, top_k_index, top_k_weights)
 
@@ -160,7 +162,11 @@ def _take_own(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     own = layer.local_experts
     for at, _value in experts.named_parameters(recurse=False):
         whole = state.get(prefix + at)
-        if isinstance(whole, Tensor) and whole.dim() and whole.shape[0] == layer.windows.num_experts != len(own):
+        if (
+            isinstance(whole, Tensor)
+            and whole.dim()
+            and whole.shape[0] == layer.windows.num_experts != len(own)
+        ):
             state[prefix + at] = whole[own.start : own.stop]
 
 
@@ -243,7 +249,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     spread = {name: layer for name, layer in _layers(model) if layer.placed == "converted"}
     state = {}
     for key, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = value.full_tensor() if _is_dtensor(value) else value
         layer = spread.get(key.rpartition(".")[0])
         if layer is not None and layer.windows.world_size > 1:
             whole = _all_experts(whole, layer)

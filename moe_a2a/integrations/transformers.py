@@ -32,7 +32,7 @@ try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"moe_a2a.integrations.transformers: ep_implementation came with transformers 5.23; this is {transformers.__version__}. "
+        f"moe_a2a.integrations.transformers: ep_implementation came with 5.23; this is {transformers.__version__}. "
         "Load the model and call moe_a2a.convert(model, process_group)"
     ) from error
 
