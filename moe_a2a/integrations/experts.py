@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -249,6 +250,17 @@ class Windows:
         )
 
 
+_shared: WeakValueDictionary[tuple[int, str, int], Windows] = WeakValueDictionary()
+
+
+def shared_windows(config: Any, process_group: Any, num_experts: int) -> Windows:
+    """The Windows of all layers that have one configuration, ranks and number of experts: those of a model."""
+    windows = Windows(process_group, num_experts)
+    group = (windows._torch_group or dist.group.WORLD) if windows._distributed else None
+    key = (id(config), "" if group is None else group.group_name, num_experts)
+    return _shared.setdefault(key, windows)
+
+
 def _fits(group: EPGroup, x: Tensor, top_k: int) -> bool:
     return (
         x.shape[0] <= group.max_tokens
@@ -362,7 +374,9 @@ class ExpertLayer:
         """What is taken and why, in one line."""
         group, own = self.windows.group, self.local_experts
         whose = f"experts {own.start}..{own.stop - 1}" if own else "no experts"
-        where = f"{whose} of {self.windows.num_experts} on rank {self.windows.rank} of {self.windows.world_size}"
+        where = (
+            f"{whose} of {self.windows.num_experts} on rank {self.windows.rank} of {self.windows.world_size}"
+        )
         over = "group not made yet" if group is None else f"over {group.transport.name}"
         recipe = self.recipe
         taken = f"own experts, since {recipe.why}" if recipe.why else f"fused operator ({recipe})"

@@ -24,6 +24,7 @@ from .experts import LAYER, ExpertLayer, Windows, follows_interface, read_recipe
 Model = TypeVar("Model", bound=nn.Module)
 
 _CONVERT = "moe_a2a.convert"
+FIRST_CALL = "spread by its first call"
 # What configurations call K.
 _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_top_k", "top_k")
 
@@ -73,6 +74,9 @@ def convert(
             raise errors.BadValue(
                 f"{_CONVERT}: {type(model).__name__} has its experts spread already; leave process_group and same_batch away"
             )
+        for known in layers.values():
+            if known.placed == FIRST_CALL:
+                known.placed = "converted"
     else:
         made = _spread(model, process_group, same_batch)
     for windows in made.values():
@@ -105,29 +109,35 @@ def _spread(model: nn.Module, process_group: Any, same_batch: DeviceMesh | None)
         )
     shared: dict[int, Windows] = {}
     for name, experts in found:
-        _check(name, experts)
+        check_spreadable(name, experts)
         shared.setdefault(int(experts.num_experts), Windows(process_group, int(experts.num_experts)))
-    sliced: dict[int, nn.Parameter] = {}
     for name, experts in found:
-        windows = shared[int(experts.num_experts)]
-        layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), same_batch)
-        own = layer.local_experts
-        for at, value in list(experts.named_parameters(recurse=False)):
-            if id(value) not in sliced:
-                # A slice alone would keep all experts' memory.
-                part = value.detach()[own.start : own.stop].clone()
-                sliced[id(value)] = nn.Parameter(part, requires_grad=value.requires_grad)
-            experts.register_parameter(at, sliced[id(value)])
-        experts.num_experts = len(own)
-        setattr(experts, LAYER, layer)
-        # Of the instance: changing the model's experts implementation then changes what computes the rows that came, and can't
-        # hand global ids to a class that has a part of the experts.
-        experts.forward = MethodType(_forward, experts)
-        experts.register_load_state_dict_pre_hook(partial(_take_own))
+        spread_module(experts, shared[int(experts.num_experts)], same_batch)
     return {id(windows): windows for windows in shared.values()}
 
 
-def _check(name: str, experts: nn.Module) -> None:
+def spread_module(
+    experts: Any, windows: Windows, same_batch: DeviceMesh | None, placed: str = "converted"
+) -> None:
+    """Keeps this rank's part of the parameters, which stay the same objects, and puts the exchange before the module."""
+    layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), same_batch, placed)
+    own = layer.local_experts
+    with torch.inference_mode(False):
+        for value in experts.parameters(recurse=False):
+            if value.shape[0] != len(own):  # layers may share a parameter
+                # A slice alone would keep all experts' memory.
+                value.data = value.detach()[own.start : own.stop].clone()
+                value.grad = None
+    experts.num_experts = len(own)
+    setattr(experts, LAYER, layer)
+    # Of the instance: changing the model's experts implementation then changes what computes the rows that came, and can't
+    # hand global ids to a class that has a part of the experts.
+    experts.forward = MethodType(_forward, experts)
+    experts.register_load_state_dict_pre_hook(_take_own)
+
+
+def check_spreadable(name: str, experts: nn.Module) -> None:
+    """Raises BadValue where a module's experts can't be sliced."""
     if "forward" in vars(experts):
         raise errors.BadValue(
             f"{_CONVERT}: {name} has another forward already (expert or tensor parallelism of transformers?); for both, load "
@@ -145,9 +155,7 @@ def _check(name: str, experts: nn.Module) -> None:
             )
 
 
-def _forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     layer: ExpertLayer = getattr(self, LAYER)
     return layer(self, partial(type(self).forward, self), hidden_states, top_k_index, top_k_weights)
 
@@ -158,7 +166,11 @@ def _take_own(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     own = layer.local_experts
     for at, _value in experts.named_parameters(recurse=False):
         whole = state.get(prefix + at)
-        if isinstance(whole, Tensor) and whole.dim() and whole.shape[0] == layer.windows.num_experts != len(own):
+        if (
+            isinstance(whole, Tensor)
+            and whole.dim()
+            and whole.shape[0] == layer.windows.num_experts != len(own)
+        ):
             state[prefix + at] = whole[own.start : own.stop]
 
 
