@@ -1,4 +1,4 @@
-"""moe_a2a inside models of transformers: the same numbers as the installed, unswapped model. Run by `make test-transformers`."""
+"""moe_a2a inside models of transformers: the numbers of the installed, unswapped model. Run by `make transformers-test`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ ENV = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 def four() -> Iterator[RankPool]:
     """A world of four ranks that have transformers loaded."""
     pool = RankPool(4, ENV)
+    yield pool
+    problems = pool.close()
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """A world of two."""
+    pool = RankPool(2, ENV)
     yield pool
     problems = pool.close()
     assert not problems, "\n".join(problems)
@@ -60,3 +69,58 @@ def test_any_number_of_experts(four: RankPool, experts: int, norm_topk_prob: boo
 def test_at_load(four: RankPool, tmp_path: Path, mesh: str) -> None:
     hf.save_tiny(str(tmp_path), "mixtral")
     assert "at load" in four.run(4, hf.loaded, str(tmp_path), mesh, None)[0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_go_round(four: RankPool, two: RankPool, tmp_path: Path, fused: bool) -> None:
+    one, converted, sharded = (str(tmp_path / name) for name in ("one", "converted", "sharded"))
+    hf.save_tiny(one, "mixtral", fused)
+    assert any(name.endswith("gate_up_proj") for name in hf.saved_names(one)) == fused
+    four.run(4, hf.convert_and_save, one, converted)
+    four.run(4, hf.loaded, one, "experts over pairs", sharded)
+    for saved in (converted, sharded):
+        two.run(2, hf.read_on_two, one, saved, True)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_generate(two: RankPool, tmp_path: Path, native: bool) -> None:
+    hf.save_tiny(str(tmp_path), "qwen3_moe")
+    two.run(2, hf.generated, str(tmp_path), native)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_router_logits_and_auxiliary_loss(two: RankPool, family: str) -> None:
+    two.run(2, hf.router_outputs, family)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_autocast(two: RankPool, weights: str) -> None:
+    two.run(2, hf.autocast, weights)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(two: RankPool, reentrant: bool) -> None:
+    two.run(2, hf.checkpointed, reentrant)
+
+
+def test_modes_and_growing_batches(two: RankPool) -> None:
+    two.run(2, hf.modes)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_data_parallel_around_it(four: RankPool, wrapper: str) -> None:
+    four.run(4, hf.data_parallel, wrapper)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_model(two: RankPool, backend: str) -> None:
+    family = {"aot_eager": "gpt_oss", "inductor": "mixtral"}[backend]
+    two.run(2, hf.compiled_model, family, backend, timeout=150)
+
+
+def test_compiled_layer_with_any_number_of_tokens(two: RankPool) -> None:
+    two.run(2, hf.compiled_layer, timeout=150)
+
+
+def test_refusals(two: RankPool) -> None:
+    two.run(2, hf.refusals)

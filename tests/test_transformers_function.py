@@ -34,7 +34,7 @@ def test_one_argument_at_load(two: RankPool, tmp_path: Path, family: str) -> Non
     make_model(family).save_pretrained(tmp_path / "one")
     said = two.run(2, hf_function.at_load, str(tmp_path / "one"), True, str(tmp_path / "saved"))
     assert "fused operator" in said[0] and "experts 4..7 of 8 on rank 1 of 2, over cpu-shm" in said[1]
-    assert "spread by its first call" in said[0]
+    assert "by its first call" in said[0]
 
 
 def test_own_experts(two: RankPool, tmp_path: Path) -> None:
@@ -47,9 +47,5 @@ def test_the_first_call_compiled(two: RankPool, folder: str) -> None:
     two.run(2, hf_function.first_call_compiled, folder)
 
 
-def test_the_first_call_in_inference_mode(two: RankPool, folder: str) -> None:
-    two.run(2, hf_function.first_call_in_inference_mode, folder)
-
-
 def test_sharded_before(two: RankPool, folder: str) -> None:
-    two.run(2, hf_function.sharded_before, folder)
+    two.run(2, hf_function.sharded, folder)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from .experts import LAYER, ExpertLayer, read_recipe, shared_windows
+from .experts import AT_LOAD, LAYER, ExpertLayer, read_recipe, shared_windows
 
 
 class MoeA2AExperts(EPImplementation):  # type: ignore[misc]  # without transformers' types it is Any
@@ -20,7 +20,7 @@ class MoeA2AExperts(EPImplementation):  # type: ignore[misc]  # without transfor
         self.experts = experts
         num_experts = self.num_local_experts * ep_mesh.size()
         windows = shared_windows(experts.config, ep_mesh.get_group(), num_experts)
-        self.layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), tp_mesh, "at load")
+        self.layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), tp_mesh, AT_LOAD)
         setattr(experts, LAYER, self.layer)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

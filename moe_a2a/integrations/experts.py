@@ -33,6 +33,8 @@ from ..op_host.layout import DTYPE_CODES, expert_ranges
 T_ = TypeVar("T_")
 
 FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
+# How a layer came to be spread.
+CONVERTED, AT_LOAD, FIRST_CALL = "converted", "at load", "by its first call"
 LAYER = "_moe_a2a"  # the attribute of an experts module that holds its ExpertLayer
 _OPERATION = "moe_a2a.convert"
 _GROW = "this rank's call needs a larger group; all ranks make one and repeat the call"
@@ -288,7 +290,7 @@ class ExpertLayer:
     windows: Windows
     tag: str
     same_batch: DeviceMesh | None = None
-    placed: str = "converted"
+    placed: str = CONVERTED
 
     @property
     def local_experts(self) -> range:

@@ -19,12 +19,20 @@ from torch.distributed.tensor import DTensor
 
 from .. import errors
 from ..op_host.layout import expert_ranges
-from .experts import LAYER, ExpertLayer, Windows, follows_interface, read_recipe
+from .experts import (
+    AT_LOAD,
+    CONVERTED,
+    FIRST_CALL,
+    LAYER,
+    ExpertLayer,
+    Windows,
+    follows_interface,
+    read_recipe,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _CONVERT = "moe_a2a.convert"
-FIRST_CALL = "spread by its first call"
 # What configurations call K.
 _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_top_k", "top_k")
 
@@ -45,8 +53,9 @@ def convert(
     stays on every rank. Each rank then calls the model on tokens of its own, as many as it likes, and the results are those of
     the whole model. Calls are collective: see docs/transformers.md, also for gradients, which are sums over ranks for experts.
 
-    With a model that was loaded with ``DistributedConfig(ep_size=R, ep_implementation="moe_a2a")``, or converted before, only
-    ``max_tokens``, ``top_k``, ``recompute`` and the options are taken.
+    With a model that was loaded with ``DistributedConfig(ep_size=R, ep_implementation="moe_a2a")``, or converted before, or
+    spread by the first call of ``experts_implementation="moe_a2a"``, only ``max_tokens``, ``top_k``, ``recompute`` and
+    the options are taken.
 
     Args:
         model: has modules that follow transformers' experts interface (``use_experts_implementation``).
@@ -69,16 +78,20 @@ def convert(
     """
     layers = dict(_layers(model))
     made = {id(layer.windows): layer.windows for layer in layers.values()}
+    first = [name for name, layer in layers.items() if layer.placed == FIRST_CALL]
+    if first or not layers:
+        _refuse_sharded(model)
     if layers:
         if process_group is not None or same_batch is not None:
             raise errors.BadValue(
                 f"{_CONVERT}: {type(model).__name__} has its experts spread already; leave process_group and same_batch away"
             )
-        for known in layers.values():
-            if known.placed == FIRST_CALL:
-                known.placed = "converted"
+        for name in first:
+            layers[name].placed = CONVERTED
     else:
         made = _spread(model, process_group, same_batch)
+    if hasattr(model, "save_pretrained") and not any(layer.placed == AT_LOAD for _, layer in _layers(model)):
+        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
     for windows in made.values():
         windows.recompute = recompute
         windows.options.update(options)
@@ -111,13 +124,13 @@ def _spread(model: nn.Module, process_group: Any, same_batch: DeviceMesh | None)
     for name, experts in found:
         check_spreadable(name, experts)
         shared.setdefault(int(experts.num_experts), Windows(process_group, int(experts.num_experts)))
-    for name, experts in found:
+    for _, experts in found:
         spread_module(experts, shared[int(experts.num_experts)], same_batch)
     return {id(windows): windows for windows in shared.values()}
 
 
 def spread_module(
-    experts: Any, windows: Windows, same_batch: DeviceMesh | None, placed: str = "converted"
+    experts: Any, windows: Windows, same_batch: DeviceMesh | None, placed: str = CONVERTED
 ) -> None:
     """Keeps this rank's part of the parameters, which stay the same objects, and puts the exchange before the module."""
     layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), same_batch, placed)
@@ -134,6 +147,18 @@ def spread_module(
     # hand global ids to a class that has a part of the experts.
     experts.forward = MethodType(_forward, experts)
     experts.register_load_state_dict_pre_hook(_take_own)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """FSDP2 around whole experts: after a forward their parameters may not look sharded, and slices of them would be lost."""
+    from torch.distributed.fsdp import FSDPModule  # takes its time, which not every program should pay
+
+    for name, module in model.named_modules():
+        if issubclass(type(module), FSDPModule) and any(map(follows_interface, module.modules())):
+            raise errors.BadValue(
+                f"{_CONVERT}: {name or type(model).__name__} has been sharded by fully_shard, with the experts in it; convert "
+                'first and shard later, or load with DistributedConfig(..., ep_implementation="moe_a2a")'
+            )
 
 
 def check_spreadable(name: str, experts: nn.Module) -> None:
@@ -172,6 +197,20 @@ def _take_own(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             and whole.shape[0] == layer.windows.num_experts != len(own)
         ):
             state[prefix + at] = whole[own.start : own.stop]
+
+
+def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """transformers' ``save_pretrained`` for all ranks together: rank 0 writes the whole model."""
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = full_state_dict(self)
+    if not _distributed() or dist.get_rank() == 0:
+        type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    if _distributed():
+        dist.barrier()
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _top_k(name: str, experts: nn.Module) -> int:
@@ -232,11 +271,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The whole model's state dict, keys and shapes as before :func:`convert`. Collective over all ranks.
 
     Returns:
-        On rank 0 of the default process group tensors on the CPU, whichever way the model is sharded; {} on the others. For
-        ``model.save_pretrained(path, state_dict=state, is_main_process=rank == 0)``.
+        On rank 0 of the default process group tensors on the CPU, whichever way the model is sharded; {} on the others.
+        ``save_pretrained`` of a converted model, called on all ranks, takes it by itself.
     """
-    main = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    spread = {name: layer for name, layer in _layers(model) if layer.placed == "converted"}
+    main = not _distributed() or dist.get_rank() == 0
+    spread = {name: layer for name, layer in _layers(model) if layer.placed == CONVERTED}
     state = {}
     for key, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

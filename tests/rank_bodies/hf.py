@@ -163,11 +163,332 @@ def loaded(ctx: RankContext, folder: str, mesh_name: str, saved: str | None) -> 
         for (name, value), want in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert value.grad is not None and want.grad is not None, name
             got = whole(value.grad)
-            assert (got - want.grad).norm() <= 1e-5 * want.grad.norm(), f"{name}: {got.norm()}, {want.grad.norm()}"
+            assert (got - want.grad).norm() <= 1e-5 * want.grad.norm(), (
+                f"{name}: {got.norm()}, {want.grad.norm()}"
+            )
     if saved is not None:
         model.save_pretrained(saved)  # type: ignore[operator]
     return explained(model)
 
 
-def save_tiny(folder: str, family: str, **changes: Any) -> None:
-    make_model(family, **changes).save_pretrained(folder)
+def plain(folder: str) -> Any:
+    """A saved model, unswapped, with what was missing or left over checked."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model
+
+
+def equal_states(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    for key, value in want.items():
+        assert got[key].shape == value.shape and torch.equal(got[key], value), key
+
+
+def convert_and_save(ctx: RankContext, folder: str, saved: str) -> None:
+    """A checkpoint into a converted model whose experts are NaN, and out of it again, bit for bit."""
+    alone = plain(folder)
+    state = alone.state_dict()
+    model = moe_a2a.convert(make_model_like(alone), ctx.process_group)
+    with torch.no_grad():
+        for _, value in moe_a2a.expert_parameters(model):
+            value.fill_(float("nan"))
+    model.load_state_dict(state, strict=True)
+    assert all(len(value) == len(state[name]) // 4 for name, value in moe_a2a.expert_parameters(model))
+    assert not any(value.isnan().any() for value in model.parameters())
+    ids = ids_of(ctx.rank)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, alone(ids).logits, **CLOSE)
+    gathered = moe_a2a.full_state_dict(model)
+    if ctx.rank == 0:
+        equal_states(gathered, state)
+    else:
+        assert not gathered
+    model.load_state_dict(model.state_dict(), strict=True)  # its own, too
+    model.save_pretrained(saved)
+    equal_states(plain(saved).state_dict(), state)
+
+
+def make_model_like(model: Any) -> Any:
+    """A model of the same configuration with other values."""
+    return type(model)(model.config).eval()
+
+
+def read_on_two(ctx: RankContext, folder: str, saved: str, native: bool) -> None:
+    """What four ranks have saved: converted on two, loaded by transformers on two, and in one piece."""
+    alone, again = plain(folder), plain(saved)
+    equal_states(again.state_dict(), alone.state_dict())
+    models = [moe_a2a.convert(again, ctx.process_group)]
+    if native:
+        models.append(load(saved, {"fsdp_size": 2, "ep_size": 2}))
+    ids = ids_of(ctx.rank)
+    for model in models:
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, alone(ids).logits, **CLOSE)
+        gathered = moe_a2a.full_state_dict(model)
+        if ctx.rank == 0:
+            equal_states(gathered, alone.state_dict())
+
+
+def save_tiny(folder: str, family: str, fused: bool = False) -> None:
+    """A checkpoint as the family publishes its own (Mixtral: a tensor for each expert), or with the experts in one tensor."""
+    make_model(family).save_pretrained(folder, save_original_format=not fused)
+
+
+def saved_names(folder: str) -> list[str]:
+    """Keys in a saved model's file."""
+    from safetensors import safe_open
+
+    with safe_open(f"{folder}/model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+def generated(ctx: RankContext, folder: str, native: bool) -> None:
+    """Greedy text from prompts of other lengths on each rank, and of other lengths itself."""
+    alone = plain(folder)
+    model = (
+        load(folder, {"fsdp_size": 2, "ep_size": 2})
+        if native
+        else moe_a2a.convert(plain(folder), ctx.process_group)
+    )
+    options = {"do_sample": False, "max_new_tokens": 3 + 4 * ctx.rank, "eos_token_id": None}
+    ids = ids_of(ctx.rank)
+    # The left-hand prompt is padded.
+    mask = torch.ones_like(ids)
+    mask[0, :2], ids[0, :2] = 0, 0
+    want = alone.generate(ids, attention_mask=mask, **options)
+    got = model.generate(ids, attention_mask=mask, synced_gpus=True, **options)
+    assert torch.equal(got, want)
+    assert want.shape[1] == ids.shape[1] + 3 + 4 * ctx.rank
+
+
+def router_outputs(ctx: RankContext, family: str) -> None:
+    """Loss, auxiliary loss and router logits are those of the rank's own batch, with padding and without, by every flag."""
+    alone, model = make_model(family), moe_a2a.convert(make_model(family), ctx.process_group)
+    ids = ids_of(ctx.rank)
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    for training in (True, False):
+        alone.train(training)
+        model.train(training)
+        for wanted in (True, False):
+            for attention in (None, mask):
+                arguments = {"labels": ids, "attention_mask": attention, "output_router_logits": wanted}
+                got, want = model(ids, **arguments), alone(ids, **arguments)
+                torch.testing.assert_close(got.loss, want.loss, **CLOSE)
+                assert (want.aux_loss is not None) == wanted == (got.aux_loss is not None)
+                assert len(got.router_logits or ()) == len(want.router_logits or ()) == (2 if wanted else 0)
+                if wanted:
+                    torch.testing.assert_close(got.aux_loss, want.aux_loss, **CLOSE)
+                    for mine, its in zip(got.router_logits, want.router_logits, strict=True):
+                        torch.testing.assert_close(mine, its, **CLOSE)
+                got.loss.backward()
+                want.loss.backward()
+    for name, value in alone.named_parameters():
+        if "gate.weight" in name:
+            mine = model.get_parameter(name).grad
+            assert (mine - value.grad).norm() <= 1e-5 * value.grad.norm(), name
+    options = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None, "output_router_logits": True}
+    got = model.generate(ids, synced_gpus=True, **options)
+    assert torch.equal(got, alone.generate(ids, **options))
+
+
+def autocast(ctx: RankContext, weights: str) -> None:
+    """Dtypes are the unswapped model's: of outputs, of gradients, of what the router gives."""
+    dtype = getattr(torch, weights)
+    alone = make_model("qwen3_moe").to(dtype)
+    model = moe_a2a.convert(make_model("qwen3_moe").to(dtype), ctx.process_group)
+    ids = ids_of(ctx.rank)
+    seen: dict[str, list[Any]] = {"alone": [], "model": []}
+    for name, one in (("alone", alone), ("model", model)):
+        for experts in experts_of(one).values():
+            experts.register_forward_hook(
+                lambda _, inputs, output, name=name: seen[name].append((inputs, output))
+            )
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = model(ids, labels=ids), alone(ids, labels=ids)
+    for (inputs, output), (its_inputs, its_output) in zip(seen["model"], seen["alone"], strict=True):
+        assert [value.dtype for value in inputs] == [value.dtype for value in its_inputs]
+        assert output.dtype == its_output.dtype and output.shape == its_output.shape
+        torch.testing.assert_close(output, its_output, rtol=3e-2, atol=3e-2)
+    assert torch.equal(
+        seen["model"][0][0][1], seen["alone"][0][0][1]
+    )  # ids of the first layer, whose input is the same
+    assert got.logits.dtype == want.logits.dtype and got.loss.dtype == want.loss.dtype
+    torch.testing.assert_close(got.logits, want.logits, rtol=5e-2, atol=5e-2)
+    got.loss.backward()
+    assert all(value.grad.dtype == value.dtype == dtype for value in model.parameters())
+    assert all(value.grad.isfinite().all() for value in model.parameters())
+
+
+def checkpointed(ctx: RankContext, reentrant: bool) -> None:
+    """Gradients are, bit for bit, those without checkpointing."""
+    grads = []
+    for checkpoint in (False, True):
+        model = moe_a2a.convert(make_model("mixtral"), ctx.process_group).train()
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        with counted() as calls:
+            model(ids_of(ctx.rank), use_cache=False).logits.pow(2).sum().backward()
+        assert calls["moe"] == (4 if checkpoint else 2), calls
+        grads.append({name: value.grad for name, value in model.named_parameters()})
+    for name, value in grads[0].items():
+        assert torch.equal(value, grads[1][name]), name
+
+
+def modes(ctx: RankContext) -> None:
+    """Inference first, training next; batches that outgrow the group on one rank or all, also between forward and backward."""
+    alone, model = make_model("mixtral"), moe_a2a.convert(make_model("mixtral"), ctx.process_group)
+    windows = next(iter(experts_of(model).values()))._moe_a2a.windows
+
+    def check(length: int, batch: int = 1) -> Tensor:
+        ids: Tensor = make_ids(ctx.rank, batch, length)
+        got = model(ids).logits
+        torch.testing.assert_close(got, alone(ids).logits, **CLOSE)
+        return got
+
+    with torch.inference_mode():
+        check(2 + ctx.rank)
+    with torch.no_grad():
+        check(2 + ctx.rank)
+    first = check(3)
+    assert windows.group.max_tokens == 4
+    group = windows.group
+    ctx.jitter(5)
+    check(20 if ctx.rank == 0 else 2)  # one rank's batch is too large
+    assert windows.group is not group and windows.group.max_tokens == 32 and not group.closed
+    check(40 + ctx.rank)  # all are
+    assert windows.group.max_tokens == 64
+    with torch.autocast("cpu", torch.bfloat16):
+        model(make_ids(ctx.rank, 1, 5))
+    model.double()
+    model(make_ids(ctx.rank, 1, 5))
+    assert windows.group.dtype == torch.float64
+    model.float()
+    first.pow(2).sum().backward()  # of a call on the first group
+    for rank in range(2):
+        alone(make_ids(rank, 1, 3)).logits.pow(2).sum().backward()
+    compare_gradients(ctx, model, alone)
+
+
+def data_parallel(ctx: RankContext, wrapper: str) -> None:
+    """Experts over pairs, two such pairs: three steps as one process makes them, an expert idle in the second."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    alone, model = make_model("mixtral"), moe_a2a.convert(make_model("mixtral"), mesh["ep"])
+    own = dict(moe_a2a.expert_parameters(model))
+    wrapped: Any = model
+    if wrapper == "DDP":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(own))
+        wrapped = DistributedDataParallel(model)
+    else:
+        world = init_device_mesh("cpu", (4,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=world, ignored_params=set(own.values()))
+        fully_shard(model, mesh=world, ignored_params=set(own.values()))
+    trainers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, alone)]
+    for step in range(3):
+        # With equal tokens all routing is equal, and most experts idle.
+        batches = [torch.full_like(ids_of(rank), 5) if step == 1 else ids_of(rank) for rank in range(4)]
+        for trainer in trainers:
+            trainer.zero_grad()
+        ctx.jitter(3)
+        wrapped(batches[ctx.rank]).logits.pow(2).mean().backward()
+        for value in own.values():
+            assert value.grad is not None
+            dist.all_reduce(value.grad, group=mesh.get_group("dp"))
+            value.grad /= 4  # replicated gradients are averaged, too
+        (sum(alone(ids).logits.pow(2).mean() for ids in batches) / 4).backward()
+        if step == 1:
+            assert any(not grad.any() for e in experts_of(alone).values() for grad in e.down_proj.grad)
+        for trainer in trainers:
+            trainer.step()
+    layers = {name: getattr(module, spread.LAYER) for name, module in experts_of(model).items()}
+    values = dict(alone.named_parameters())
+    for name, value in model.named_parameters():
+        got = whole(value)
+        want = own_part(layers[name.rpartition(".")[0]], values[name]) if name in own else values[name]
+        torch.testing.assert_close(got, want, **CLOSE)
+        if "gate.weight" in name:
+            assert all(torch.equal(got, other) for other in ctx.gather(got.detach()))
+
+
+def compiled_model(ctx: RankContext, family: str, backend: str) -> None:
+    """A whole model in one graph, forward and backward."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    alone = make_model(family)
+    model = moe_a2a.convert(make_model(family), ctx.process_group, max_tokens=16)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    batches = [make_ids(rank, 2, 7) for rank in range(ctx.world_size)]
+    ctx.jitter(20)
+    out = compiled(batches[ctx.rank], use_cache=False)
+    out.logits.pow(2).sum().backward()
+    assert not counters["graph_break"]
+    for rank, ids in enumerate(batches):
+        want = alone(ids).logits
+        want.pow(2).sum().backward()
+        if rank == ctx.rank:
+            torch.testing.assert_close(out.logits, want, **CLOSE)
+    compare_gradients(ctx, model, alone)
+
+
+def compiled_layer(ctx: RankContext) -> None:
+    """Numbers of tokens that change, one of them 0, in one layer of experts; then one that is more than the group takes."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = moe_a2a.convert(make_model("mixtral"), ctx.process_group, max_tokens=64)
+    block = model.model.layers[1].mlp
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (17, 1, 0, 2, 64, 17):
+        x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(tokens + ctx.rank))
+        results = []
+        for one in (block, compiled):
+            leaf = x.clone().requires_grad_()
+            out = one(leaf)
+            out.pow(2).sum().backward()
+            results.append((out.detach(), leaf.grad))
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager, **CLOSE)
+    assert counters["stats"]["unique_graphs"] <= 4, counters["stats"]
+
+
+def raises(kind: type[Exception], *words: str) -> Any:
+    import pytest
+
+    return pytest.raises(kind, match=".*".join(words))
+
+
+def refusals(ctx: RankContext) -> None:
+    """What can't be converted is refused by name, before anything is changed."""
+    with raises(moe_a2a.errors.BadValue, "Linear has no experts", "ModuleList"):
+        moe_a2a.convert(nn.Linear(2, 2))
+    model = moe_a2a.convert(make_model("mixtral"), ctx.process_group)
+    with raises(moe_a2a.errors.BadValue, "spread already"):
+        moe_a2a.convert(model, ctx.process_group)
+    with raises(RuntimeError, "max_tokens"):
+        torch.compile(model, fullgraph=True, backend="eager")(ids_of(ctx.rank))
+    assert moe_a2a.convert(model, max_tokens=14) is model
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager")(ids_of(ctx.rank))
+    odd = make_model("mixtral")
+    experts = odd.model.layers[0].mlp.experts
+    experts.scale = nn.Parameter(torch.ones(3))
+    before = dict(odd.named_parameters())
+    with raises(moe_a2a.errors.BadValue, r"layers.0.mlp.experts.scale is \[3\]", "8 experts"):
+        moe_a2a.convert(odd, ctx.process_group)
+    assert all(value is before[name] for name, value in odd.named_parameters())
+    with raises(moe_a2a.errors.BadValue, "top_k"):
+        lost = make_model("mixtral")
+        for name in ("num_experts_per_tok",):
+            delattr(lost.config, name)
+        moe_a2a.convert(lost, ctx.process_group, max_tokens=4)
