@@ -1,4 +1,4 @@
-"""moe_a2a inside models of transformers: the numbers of the installed, unswapped model. Run by `make test-transformers`."""
+"""moe_a2a inside models of transformers: the numbers of the installed, unswapped model. Run by `make transformers-test`."""
 
 from __future__ import annotations
 

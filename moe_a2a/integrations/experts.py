@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from ..op_host.layout import DTYPE_CODES, expert_ranges
 T_ = TypeVar("T_")
 
 FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
+# How a layer came to be spread.
+CONVERTED, AT_LOAD, FIRST_CALL = "converted", "at load", "by its first call"
 LAYER = "_moe_a2a"  # the attribute of an experts module that holds its ExpertLayer
 _OPERATION = "moe_a2a.convert"
 _GROW = "this rank's call needs a larger group; all ranks make one and repeat the call"
@@ -251,6 +254,17 @@ class Windows:
         )
 
 
+_shared: WeakValueDictionary[tuple[int, str, int], Windows] = WeakValueDictionary()
+
+
+def shared_windows(config: Any, process_group: Any, num_experts: int) -> Windows:
+    """The Windows of all layers that have one configuration, ranks and number of experts: those of a model."""
+    windows = Windows(process_group, num_experts)
+    group = (windows._torch_group or dist.group.WORLD) if windows._distributed else None
+    key = (id(config), "" if group is None else group.group_name, num_experts)
+    return _shared.setdefault(key, windows)
+
+
 def _fits(group: EPGroup, x: Tensor, top_k: int) -> bool:
     return (
         x.shape[0] <= group.max_tokens
@@ -278,7 +292,7 @@ class ExpertLayer:
     windows: Windows
     tag: str
     same_batch: DeviceMesh | None = None
-    placed: str = "converted"
+    placed: str = CONVERTED
 
     @property
     def local_experts(self) -> range:

@@ -18,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import errors
 from ..op_host.layout import expert_ranges
-from .experts import LAYER, ExpertLayer, Windows, follows_interface, read_recipe
+from .experts import (
+    AT_LOAD,
+    CONVERTED,
+    FIRST_CALL,
+    LAYER,
+    ExpertLayer,
+    Windows,
+    follows_interface,
+    read_recipe,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,8 +52,9 @@ def convert(
     stays on every rank. Each rank then calls the model on tokens of its own, as many as it likes, and the results are those of
     the whole model. Calls are collective: see docs/transformers.md, also for gradients, which are sums over ranks for experts.
 
-    With a model that was loaded with ``DistributedConfig(ep_size=R, ep_implementation="moe_a2a")``, or converted before, only
-    ``max_tokens``, ``top_k``, ``recompute`` and the options are taken.
+    With a model that was loaded with ``DistributedConfig(ep_size=R, ep_implementation="moe_a2a")``, or converted before, or
+    spread by the first call of ``experts_implementation="moe_a2a"``, only ``max_tokens``, ``top_k``, ``recompute`` and
+    the options are taken.
 
     Args:
         model: has modules that follow transformers' experts interface (``use_experts_implementation``).
@@ -67,13 +77,20 @@ def convert(
     """
     layers = dict(_layers(model))
     made = {id(layer.windows): layer.windows for layer in layers.values()}
+    first = [name for name, layer in layers.items() if layer.placed == FIRST_CALL]
+    if first or not layers:
+        _refuse_sharded(model)
     if layers:
         if process_group is not None or same_batch is not None:
             raise errors.BadValue(
                 f"{_CONVERT}: {type(model).__name__} has its experts spread already; leave process_group and same_batch away"
             )
+        for name in first:
+            layers[name].placed = CONVERTED
     else:
         made = _spread(model, process_group, same_batch)
+    if hasattr(model, "save_pretrained") and not any(layer.placed == AT_LOAD for _, layer in _layers(model)):
+        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
     for windows in made.values():
         windows.recompute = recompute
         windows.options.update(options)
@@ -104,31 +121,47 @@ def _spread(model: nn.Module, process_group: Any, same_batch: DeviceMesh | None)
         )
     shared: dict[int, Windows] = {}
     for name, experts in found:
-        _check(name, experts)
+        check_spreadable(name, experts)
         shared.setdefault(int(experts.num_experts), Windows(process_group, int(experts.num_experts)))
-    sliced: dict[int, nn.Parameter] = {}
     for _, experts in found:
-        windows = shared[int(experts.num_experts)]
-        layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), same_batch)
-        own = layer.local_experts
-        for at, value in list(experts.named_parameters(recurse=False)):
-            if id(value) not in sliced:
-                # A slice alone would keep all experts' memory.
-                part = value.detach()[own.start : own.stop].clone()
-                sliced[id(value)] = nn.Parameter(part, requires_grad=value.requires_grad)
-            experts.register_parameter(at, sliced[id(value)])
-        experts.num_experts = len(own)
-        setattr(experts, LAYER, layer)
-        # Of the instance: changing the model's experts implementation then changes what computes the rows that came, and can't
-        # hand global ids to a class that has a part of the experts.
-        experts.forward = MethodType(_forward, experts)
-        experts.register_load_state_dict_pre_hook(_take_own)
-    if hasattr(model, "save_pretrained"):
-        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
+        spread_module(experts, shared[int(experts.num_experts)], same_batch)
     return {id(windows): windows for windows in shared.values()}
 
 
-def _check(name: str, experts: nn.Module) -> None:
+def spread_module(
+    experts: Any, windows: Windows, same_batch: DeviceMesh | None, placed: str = CONVERTED
+) -> None:
+    """Keeps this rank's part of the parameters, which stay the same objects, and puts the exchange before the module."""
+    layer = ExpertLayer(read_recipe(experts), windows, windows.tag(), same_batch, placed)
+    own = layer.local_experts
+    with torch.inference_mode(False):
+        for value in experts.parameters(recurse=False):
+            if value.shape[0] != len(own):  # layers may share a parameter
+                # A slice alone would keep all experts' memory.
+                value.data = value.detach()[own.start : own.stop].clone()
+                value.grad = None
+    experts.num_experts = len(own)
+    setattr(experts, LAYER, layer)
+    # Of the instance: changing the model's experts implementation then changes what computes the rows that came, and can't
+    # hand global ids to a class that has a part of the experts.
+    experts.forward = MethodType(_forward, experts)
+    experts.register_load_state_dict_pre_hook(_take_own)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """FSDP2 around whole experts: after a forward their parameters may not look sharded, and slices of them would be lost."""
+    from torch.distributed.fsdp import FSDPModule  # takes its time, which not every program should pay
+
+    for name, module in model.named_modules():
+        if issubclass(type(module), FSDPModule) and any(map(follows_interface, module.modules())):
+            raise errors.BadValue(
+                f"{_CONVERT}: {name or type(model).__name__} has been sharded by fully_shard, with the experts in it; convert "
+                'first and shard later, or load with DistributedConfig(..., ep_implementation="moe_a2a")'
+            )
+
+
+def check_spreadable(name: str, experts: nn.Module) -> None:
+    """Raises BadValue where a module's experts can't be sliced."""
     if "forward" in vars(experts):
         raise errors.BadValue(
             f"{_CONVERT}: {name} has another forward already (expert or tensor parallelism of transformers?); for both, load "
@@ -246,7 +279,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ``save_pretrained`` of a converted model, called on all ranks, takes it by itself.
     """
     main = not _distributed() or dist.get_rank() == 0
-    spread = {name: layer for name, layer in _layers(model) if layer.placed == "converted"}
+    spread = {name: layer for name, layer in _layers(model) if layer.placed == CONVERTED}
     state = {}
     for key, value in model.state_dict().items():
         whole = value.full_tensor() if _is_dtensor(value) else value
