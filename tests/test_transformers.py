@@ -120,6 +120,10 @@ def test_gradient_checkpointing(two: RankPool, reentrant: bool) -> None:
     two.run(2, hf.checkpointed, reentrant)
 
 
+def test_options(two: RankPool) -> None:
+    two.run(2, hf.options)
+
+
 def test_modes_and_growing_batches(two: RankPool) -> None:
     two.run(2, hf.modes)
 

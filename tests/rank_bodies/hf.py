@@ -327,6 +327,24 @@ def autocast(ctx: RankContext, weights: str) -> None:
     assert all(value.grad.isfinite().all() for value in model.parameters())
 
 
+def options(ctx: RankContext) -> None:
+    """Over torch.distributed, and with rows computed again in backward: the same numbers, and the options arrive."""
+    wanted: dict[str, Tensor] = {}
+    for chosen in ({}, {"transport": "collective"}, {"recompute": True, "timeout": 50.0, "max_tokens": 14}):
+        model: Any = moe_a2a.convert(make_model("mixtral"), ctx.process_group, **chosen)
+        with mock.patch.object(spread, "moe", wraps=moe_a2a.moe) as moe:
+            model(ids_of(ctx.rank)).logits.pow(2).sum().backward()
+        assert [call.kwargs["recompute"] for call in moe.call_args_list] == [
+            chosen.get("recompute", False)
+        ] * 2
+        group = next(iter(experts_of(model).values()))._moe_a2a.windows.group
+        assert group.transport.name == chosen.get("transport", "cpu-shm")
+        assert group.max_tokens == chosen.get("max_tokens", 16)
+        for name, value in model.named_parameters():
+            want = wanted.setdefault(name, value.grad)
+            assert (value.grad - want).norm() <= 1e-6 * want.norm(), name
+
+
 def checkpointed(ctx: RankContext, reentrant: bool) -> None:
     """Gradients are, bit for bit, those without checkpointing."""
     grads = []
