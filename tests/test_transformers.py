@@ -82,6 +82,13 @@ def test_any_number_of_experts(four: RankPool, experts: int, norm_topk_prob: boo
     four.run(4, hf.parity, "qwen3_moe", changes, True)
 
 
+@pytest.mark.ep_implementation
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_at_load(two: RankPool, tmp_path: Path, family: str) -> None:
+    hf.save_tiny(str(tmp_path), family)
+    assert "fused operator" in two.run(2, hf.loaded_family, str(tmp_path))[0]
+
+
 @pytest.mark.parametrize("mesh", hf.MESHES)
 def test_at_load(four: RankPool, tmp_path: Path, mesh: str) -> None:
     hf.save_tiny(str(tmp_path), "mixtral")
@@ -124,8 +131,9 @@ def test_options(two: RankPool) -> None:
     two.run(2, hf.options)
 
 
-def test_modes_and_growing_batches(two: RankPool) -> None:
-    two.run(2, hf.modes)
+@pytest.mark.parametrize("transport", ["cpu-shm", "collective"])
+def test_modes_and_growing_batches(two: RankPool, transport: str) -> None:
+    two.run(2, hf.modes, transport)
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])

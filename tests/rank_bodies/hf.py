@@ -172,8 +172,28 @@ def loaded(ctx: RankContext, folder: str, mesh_name: str, saved: str | None) -> 
             assert (got - want.grad).norm() <= 1e-5 * want.grad.norm(), (
                 f"{name}: {got.norm()}, {want.grad.norm()}"
             )
+    assert "spread by something else" in explained(other)
     if saved is not None:
         model.save_pretrained(saved)
+    return explained(model)
+
+
+def loaded_family(ctx: RankContext, folder: str) -> str:
+    """A family on two ranks by the argument at load: logits and the experts' gradients, which FSDP2 averages."""
+    alone, model = plain(folder), load(folder, {"fsdp_size": 2, "ep_size": 2})
+    for rank in range(2):
+        want = alone(ids_of(rank)).logits
+        (want.pow(2).sum() / 2).backward()
+        if rank == ctx.rank:
+            with counted() as calls:
+                got = model(ids_of(rank)).logits
+                got.pow(2).sum().backward()
+            assert calls == {"moe": len(experts_of(model)), "dispatch": 0}
+            torch.testing.assert_close(got, want, **CLOSE)
+    for name, value in model.named_parameters():
+        if "experts" in name:
+            got, want = whole(value.grad), alone.get_parameter(name).grad
+            assert (got - want).norm() <= 1e-5 * want.norm(), name
     return explained(model)
 
 
@@ -343,6 +363,15 @@ def options(ctx: RankContext) -> None:
         for name, value in model.named_parameters():
             want = wanted.setdefault(name, value.grad)
             assert (value.grad - want).norm() <= 1e-6 * want.norm(), name
+    # Later calls of convert change what they name.
+    windows: Any = next(iter(experts_of(moe_a2a.convert(model, timeout=51.0)).values()))._moe_a2a.windows
+    assert windows.recompute and windows.group is None and windows.max_tokens == 14
+    with torch.no_grad():
+        model(ids_of(ctx.rank))
+    assert windows.options["timeout"] == 51.0 and windows.group.max_tokens == 14
+    assert not next(
+        iter(experts_of(moe_a2a.convert(model, recompute=False)).values())
+    )._moe_a2a.windows.recompute
 
 
 def checkpointed(ctx: RankContext, reentrant: bool) -> None:
@@ -361,9 +390,10 @@ def checkpointed(ctx: RankContext, reentrant: bool) -> None:
         assert torch.equal(value, grads[1][name]), name
 
 
-def modes(ctx: RankContext) -> None:
+def modes(ctx: RankContext, transport: str) -> None:
     """Inference first, training next; batches that outgrow the group on one rank or all, also between forward and backward."""
-    alone, model = make_model("mixtral"), moe_a2a.convert(make_model("mixtral"), ctx.process_group)
+    alone, model = make_model("mixtral"), make_model("mixtral")
+    moe_a2a.convert(model, ctx.process_group, transport=transport)
     windows = next(iter(experts_of(model).values()))._moe_a2a.windows
 
     def check(length: int, batch: int = 1) -> Tensor:
