@@ -147,8 +147,15 @@ def test_compiled_model(two: RankPool, backend: str) -> None:
     two.run(2, hf.compiled_model, family, backend, timeout=150)
 
 
-def test_compiled_layer_with_any_number_of_tokens(two: RankPool) -> None:
-    two.run(2, hf.compiled_layer, timeout=150)
+@pytest.mark.parametrize("activation", ["silu", "tanh"])
+def test_compiled_layer_with_any_number_of_tokens(two: RankPool, activation: str) -> None:
+    two.run(2, hf.compiled_layer, activation, timeout=150)
+
+
+@pytest.mark.ep_implementation
+def test_compiled_at_load(two: RankPool, tmp_path: Path) -> None:
+    hf.save_tiny(str(tmp_path), "mixtral")
+    two.run(2, hf.compiled_at_load, str(tmp_path), timeout=150)
 
 
 def test_refusals(two: RankPool) -> None:
