@@ -58,6 +58,23 @@ def test_the_models_own_experts(four: RankPool, case: str, ranks: int) -> None:
     assert why in four.run(ranks, hf.parity, family, changes, False)[0]
 
 
+def test_a_fault_in_the_models_own_experts(two: RankPool) -> None:
+    two.run(2, hf.faults_in_own_experts)
+
+
+@pytest.mark.parametrize("activation", ["silu", "tanh"])
+def test_ranks_without_rows_or_experts(four: RankPool, activation: str) -> None:
+    four.run(4, hf.one_expert_is_all, activation)
+
+
+def test_ranks_with_the_same_tokens(four: RankPool) -> None:
+    four.run(4, hf.same_batch)
+
+
+def test_a_deep_copy(two: RankPool) -> None:
+    two.run(2, hf.copied)
+
+
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize("experts", [3, 6])
 def test_any_number_of_experts(four: RankPool, experts: int, norm_topk_prob: bool) -> None:
@@ -107,6 +124,10 @@ def test_autocast(two: RankPool, weights: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(two: RankPool, reentrant: bool) -> None:
     two.run(2, hf.checkpointed, reentrant)
+
+
+def test_options(two: RankPool) -> None:
+    two.run(2, hf.options)
 
 
 def test_modes_and_growing_batches(two: RankPool) -> None:

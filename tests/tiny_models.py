@@ -152,7 +152,9 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
     config = make_config(family, **changes)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(config).eval()  # Phi draws its experts while it trains
+    model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(
+        config
+    ).eval()  # Phi draws its experts while it trains
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import errors
 from ..backward import refuse_rows
@@ -89,7 +88,7 @@ class Recipe:
         return ", ".join(words)
 
 
-def read_recipe(experts: nn.Module) -> Recipe:
+def read_recipe(experts: Any) -> Recipe:
     """Reads a class's flags, and finds by trial what its gate computes: names of classes say nothing."""
     gated, biased = bool(experts.has_gate), bool(experts.has_bias)
     if getattr(experts, "has_post_expert_norm", False):
@@ -108,8 +107,9 @@ def read_recipe(experts: nn.Module) -> Recipe:
     if computed is None:
         return Recipe(why="its gate is none that the operator has")
     activation, interleaved = computed
-    clamped = {"limit": limit, "alpha": alpha} if activation == "clamped" else {}
-    return Recipe(activation, gated, interleaved, bool(experts.is_transposed), biased, **clamped)
+    if activation != "clamped":
+        limit = alpha = None
+    return Recipe(activation, gated, interleaved, bool(experts.is_transposed), biased, limit, alpha)
 
 
 def _number(experts: nn.Module, name: str) -> float | None:
@@ -240,12 +240,14 @@ class Windows:
             # Backwards of calls made on it may still come.
             self._outgrown.append(old)
         tokens, hidden, top_k = (max(need[at] for need in needs) for at in (0, 1, 3))
-        # Powers of two, so that prompts that grow by a token each don't make a group each.
+        if tokens > self.max_tokens:
+            # Powers of two, so that prompts that grow by a token each don't make a group each.
+            tokens = 1 << (tokens - 1).bit_length()
         self.group = EPGroup(
             self.process_group,
             num_experts=self.num_experts,
             top_k=top_k,
-            max_tokens=max(self.max_tokens, 1 << max(tokens - 1, 0).bit_length()),
+            max_tokens=max(self.max_tokens, tokens),
             hidden_size=hidden,
             dtype=max((need[2] for need in needs), key=lambda dtype: (dtype.itemsize, str(dtype))),
             **self.options,
@@ -300,7 +302,7 @@ class ExpertLayer:
 
     def __call__(
         self,
-        experts: nn.Module,
+        experts: Any,
         own: OwnExperts,
         hidden_TH: Tensor,
         idx_TK: Tensor,
@@ -315,17 +317,17 @@ class ExpertLayer:
         return _whole(out, mesh, hidden_TH.shape[0])
 
     def _spread(
-        self, experts: nn.Module, own: OwnExperts, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor
+        self, experts: Any, own: OwnExperts, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
         recipe, windows, top_k = self.recipe, self.windows, idx_TK.shape[1]
         if recipe.why:
-            return self._own(own, x_TH, idx_TK, weights_TK)
+            return self._own(experts, own, x_TH, idx_TK, weights_TK)
         up, down = getattr(experts, recipe.up), experts.down_proj
         up_bias = getattr(experts, f"{recipe.up}_bias") if recipe.biased else None
         down_bias = experts.down_proj_bias if recipe.biased else None
 
         def fused(group: EPGroup) -> Tensor:
-            return moe(
+            out: Tensor = moe(
                 x_TH,
                 idx_TK,
                 weights_TK,
@@ -338,10 +340,11 @@ class ExpertLayer:
                 tag=self.tag,
                 **recipe.form,
             )
+            return out
 
         return windows.call(fused, x_TH, top_k, self.tag)
 
-    def _own(self, own: OwnExperts, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _own(self, experts: Any, own: OwnExperts, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Rows to their experts, the class's own computation there, and back."""
         d = self.windows.call(
             lambda group: dispatch(x_TH, idx_TK, group, tag=self.tag), x_TH, idx_TK.shape[1], self.tag
@@ -352,8 +355,10 @@ class ExpertLayer:
             torch.arange(d.counts.shape[0], device=d.counts.device), d.counts, output_size=num_rows
         )[:, None]
         try:
-            if d.counts.shape[0] == 0:  # a rank without experts
-                y_NH = rows_NH
+            if d.counts.shape[0] == 0:
+                # No experts here, so no rows; but if others' parameters have gradients, this rank takes part in backward.
+                nothing = torch.cat([value.flatten() for value in experts.parameters()]).sum()
+                y_NH = rows_NH + nothing.to(rows_NH.dtype)
             elif torch.compiler.is_compiling():
                 # N isn't known in a graph, so there is always one row more: a zero, for the first expert.
                 rows_NH = torch.cat([rows_NH, rows_NH.new_zeros(1, rows_NH.shape[1])])
@@ -387,14 +392,23 @@ class ExpertLayer:
 
 def _share(value: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part of the first dimension of what all ranks of the mesh hold; backward gathers the parts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # a second to import, and few need it
+
     whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _whole(share: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
     """The other way round, for [T, H]; backward takes this rank's part."""
+    from torch.distributed.tensor import DTensor, Shard
+
     hidden = share.shape[1]
     parts = DTensor.from_local(
-        share.contiguous(), mesh, [Shard(0)], run_check=False, shape=(tokens, hidden), stride=(hidden, 1)
+        share.contiguous(),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size((tokens, hidden)),
+        stride=(hidden, 1),
     )
     return parts.full_tensor()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import errors
 from ..op_host.layout import expert_ranges
@@ -169,7 +168,7 @@ def check_spreadable(name: str, experts: nn.Module) -> None:
             'with DistributedConfig(..., ep_implementation="moe_a2a")'
         )
     for at, value in experts.named_parameters(recurse=False):
-        if isinstance(value, DTensor):
+        if _is_dtensor(value):
             raise errors.BadValue(
                 f"{_CONVERT}: {name}.{at} is a DTensor; convert first and shard later, or load with "
                 'DistributedConfig(..., ep_implementation="moe_a2a")'
@@ -178,6 +177,11 @@ def check_spreadable(name: str, experts: nn.Module) -> None:
             raise errors.BadValue(
                 f"{_CONVERT}: {name}.{at} is {list(value.shape)}; expected {experts.num_experts} experts in its first dimension"
             )
+
+
+def _is_dtensor(value: Any) -> bool:
+    """Without importing the class, which takes a second: where there is one, it is imported."""
+    return hasattr(value, "full_tensor")
 
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -278,7 +282,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     spread = {name: layer for name, layer in _layers(model) if layer.placed == CONVERTED}
     state = {}
     for key, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = value.full_tensor() if _is_dtensor(value) else value
         layer = spread.get(key.rpartition(".")[0])
         if layer is not None and layer.windows.world_size > 1:
             whole = _all_experts(whole, layer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 
 import moe_a2a
 from moe_a2a.integrations import experts as spread
+from moe_a2a.integrations import models
 
-CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 SIZES = ((2, 7), (1, 5), (3, 4), (1, 2))  # batch and length of each rank
 
 
@@ -39,11 +42,13 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    with mock.patch.multiple(spread, **{name: counting(name) for name in calls}):
+    with contextlib.ExitStack() as stack:
+        for name in calls:
+            stack.enter_context(mock.patch.object(spread, name, counting(name)))
         yield calls
 
 
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+def experts_of(model: nn.Module) -> dict[str, Any]:
     """A model's experts modules, converted or not."""
     return {name: module for name, module in model.named_modules() if spread.follows_interface(module)}
 
@@ -98,12 +103,13 @@ def parity(ctx: RankContext, family: str, changes: dict[str, Any], fused: bool, 
                 torch.testing.assert_close(out.logits, whole.logits, **CLOSE)
                 torch.testing.assert_close(out.loss, whole.loss, **CLOSE)
         compare_gradients(ctx, model, alone)
+    for name, experts in experts_of(model).items():
+        # What convert(max_tokens=...) would take from the configuration.
+        assert models._top_k(name, experts) == experts._moe_a2a.windows.group.top_k
     return explained(model)
 
 
 def explained(model: nn.Module) -> str:
-    import io
-
     text = io.StringIO()
     moe_a2a.explain(model, text)
     return text.getvalue()
@@ -117,7 +123,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: str, mesh: dict[str, Any], implementation: str = "moe_a2a") -> nn.Module:
+def load(folder: str, mesh: dict[str, Any], implementation: str = "moe_a2a") -> Any:
     """A saved model, sharded by transformers itself."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -125,13 +131,13 @@ def load(folder: str, mesh: dict[str, Any], implementation: str = "moe_a2a") -> 
     import moe_a2a.integrations.transformers  # noqa: F401  (registers)
 
     config = DistributedConfig(**mesh, ep_implementation=implementation)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
 def whole(value: Any) -> Tensor:
     """A tensor that may be sharded, in one piece."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    tensor: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor
 
 
 def loaded(ctx: RankContext, folder: str, mesh_name: str, saved: str | None) -> str:
@@ -167,7 +173,7 @@ def loaded(ctx: RankContext, folder: str, mesh_name: str, saved: str | None) -> 
                 f"{name}: {got.norm()}, {want.grad.norm()}"
             )
     if saved is not None:
-        model.save_pretrained(saved)  # type: ignore[operator]
+        model.save_pretrained(saved)
     return explained(model)
 
 
@@ -195,7 +201,9 @@ def convert_and_save(ctx: RankContext, folder: str, saved: str) -> None:
         for _, value in moe_a2a.expert_parameters(model):
             value.fill_(float("nan"))
     model.load_state_dict(state, strict=True)
-    assert all(len(value) == len(state[name]) // 4 for name, value in moe_a2a.expert_parameters(model))
+    for name, value in moe_a2a.expert_parameters(model):
+        assert len(value) == len(state[name]) // 4
+        assert value.untyped_storage().nbytes() == value.numel() * value.itemsize, "others' experts are kept"
     assert not any(value.isnan().any() for value in model.parameters())
     ids = ids_of(ctx.rank)
     with torch.no_grad():
@@ -219,11 +227,11 @@ def read_on_two(ctx: RankContext, folder: str, saved: str, native: bool) -> None
     """What four ranks have saved: converted on two, loaded by transformers on two, and in one piece."""
     alone, again = plain(folder), plain(saved)
     equal_states(again.state_dict(), alone.state_dict())
-    models = [moe_a2a.convert(again, ctx.process_group)]
+    those: list[Any] = [moe_a2a.convert(again, ctx.process_group)]
     if native:
-        models.append(load(saved, {"fsdp_size": 2, "ep_size": 2}))
+        those.append(load(saved, {"fsdp_size": 2, "ep_size": 2}))
     ids = ids_of(ctx.rank)
-    for model in models:
+    for model in those:
         with torch.no_grad():
             torch.testing.assert_close(model(ids).logits, alone(ids).logits, **CLOSE)
         gathered = moe_a2a.full_state_dict(model)
@@ -238,7 +246,7 @@ def save_tiny(folder: str, family: str, fused: bool = False) -> None:
 
 def saved_names(folder: str) -> list[str]:
     """Keys in a saved model's file."""
-    from safetensors import safe_open
+    from safetensors import safe_open  # type: ignore[import-not-found, unused-ignore]
 
     with safe_open(f"{folder}/model.safetensors", "pt") as file:
         return list(file.keys())
@@ -247,11 +255,8 @@ def saved_names(folder: str) -> list[str]:
 def generated(ctx: RankContext, folder: str, native: bool) -> None:
     """Greedy text from prompts of other lengths on each rank, and of other lengths itself."""
     alone = plain(folder)
-    model = (
-        load(folder, {"fsdp_size": 2, "ep_size": 2})
-        if native
-        else moe_a2a.convert(plain(folder), ctx.process_group)
-    )
+    mesh = {"fsdp_size": 2, "ep_size": 2}
+    model: Any = load(folder, mesh) if native else moe_a2a.convert(plain(folder), ctx.process_group)
     options = {"do_sample": False, "max_new_tokens": 3 + 4 * ctx.rank, "eos_token_id": None}
     ids = ids_of(ctx.rank)
     # The left-hand prompt is padded.
@@ -322,6 +327,24 @@ def autocast(ctx: RankContext, weights: str) -> None:
     assert all(value.grad.isfinite().all() for value in model.parameters())
 
 
+def options(ctx: RankContext) -> None:
+    """Over torch.distributed, and with rows computed again in backward: the same numbers, and the options arrive."""
+    wanted: dict[str, Tensor] = {}
+    for chosen in ({}, {"transport": "collective"}, {"recompute": True, "timeout": 50.0, "max_tokens": 14}):
+        model: Any = moe_a2a.convert(make_model("mixtral"), ctx.process_group, **chosen)
+        with mock.patch.object(spread, "moe", wraps=moe_a2a.moe) as moe:
+            model(ids_of(ctx.rank)).logits.pow(2).sum().backward()
+        assert [call.kwargs["recompute"] for call in moe.call_args_list] == [
+            chosen.get("recompute", False)
+        ] * 2
+        group = next(iter(experts_of(model).values()))._moe_a2a.windows.group
+        assert group.transport.name == chosen.get("transport", "cpu-shm")
+        assert group.max_tokens == chosen.get("max_tokens", 16)
+        for name, value in model.named_parameters():
+            want = wanted.setdefault(name, value.grad)
+            assert (value.grad - want).norm() <= 1e-6 * want.norm(), name
+
+
 def checkpointed(ctx: RankContext, reentrant: bool) -> None:
     """Gradients are, bit for bit, those without checkpointing."""
     grads = []
@@ -345,7 +368,7 @@ def modes(ctx: RankContext) -> None:
 
     def check(length: int, batch: int = 1) -> Tensor:
         ids: Tensor = make_ids(ctx.rank, batch, length)
-        got = model(ids).logits
+        got: Tensor = model(ids).logits
         torch.testing.assert_close(got, alone(ids).logits, **CLOSE)
         return got
 
@@ -424,8 +447,9 @@ def compiled_model(ctx: RankContext, family: str, backend: str) -> None:
 
     torch._dynamo.reset()
     counters.clear()
-    alone = make_model(family)
-    model = moe_a2a.convert(make_model(family), ctx.process_group, max_tokens=16)
+    layers = {"num_hidden_layers": 1} if backend == "inductor" else {}  # half the code to compile
+    alone = make_model(family, **layers)
+    model = moe_a2a.convert(make_model(family, **layers), ctx.process_group, max_tokens=16)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     batches = [make_ids(rank, 2, 7) for rank in range(ctx.world_size)]
     ctx.jitter(20)
@@ -476,10 +500,10 @@ def refusals(ctx: RankContext) -> None:
     with raises(moe_a2a.errors.BadValue, "spread already"):
         moe_a2a.convert(model, ctx.process_group)
     with raises(RuntimeError, "max_tokens"):
-        torch.compile(model, fullgraph=True, backend="eager")(ids_of(ctx.rank))
+        torch.compile(model.model.layers[0].mlp, fullgraph=True, backend="eager")(torch.ones(1, 3, 32))
     assert moe_a2a.convert(model, max_tokens=14) is model
     torch._dynamo.reset()
-    torch.compile(model, backend="eager")(ids_of(ctx.rank))
+    torch.compile(model.model.layers[0].mlp, fullgraph=True, backend="eager")(torch.ones(1, 3, 32))
     odd = make_model("mixtral")
     experts = odd.model.layers[0].mlp.experts
     experts.scale = nn.Parameter(torch.ones(3))
@@ -487,8 +511,92 @@ def refusals(ctx: RankContext) -> None:
     with raises(moe_a2a.errors.BadValue, r"layers.0.mlp.experts.scale is \[3\]", "8 experts"):
         moe_a2a.convert(odd, ctx.process_group)
     assert all(value is before[name] for name, value in odd.named_parameters())
-    with raises(moe_a2a.errors.BadValue, "top_k"):
-        lost = make_model("mixtral")
-        for name in ("num_experts_per_tok",):
-            delattr(lost.config, name)
-        moe_a2a.convert(lost, ctx.process_group, max_tokens=4)
+    nameless = mock.patch.object(models, "_TOP_K", ("other",))
+    with nameless, raises(moe_a2a.errors.BadValue, "layers.0.mlp.experts", "none of other", "pass top_k"):
+        moe_a2a.convert(make_model("mixtral"), ctx.process_group, max_tokens=4)
+
+
+def faults_in_own_experts(ctx: RankContext) -> None:
+    """An error in one rank's experts is everybody's, and the next call works."""
+    alone = make_model("mixtral", hidden_act="tanh")
+    model = moe_a2a.convert(make_model("mixtral", hidden_act="tanh"), ctx.process_group)
+    ids = ids_of(ctx.rank)
+    experts = model.model.layers[0].mlp.experts
+    kind: type[Exception] = moe_a2a.errors.PeerAborted
+    words = ["experts 0", "ZeroDivisionError on rank 1", "division"]
+    if ctx.rank == 1:
+        kind, words = ZeroDivisionError, ["division"]
+        act, experts.act_fn = experts.act_fn, nn.Identity()
+        experts.act_fn.forward = lambda x: 1 // 0
+    with torch.no_grad():
+        with raises(kind, *words):
+            model(ids)
+        if ctx.rank == 1:
+            experts.act_fn = act
+        torch.testing.assert_close(model(ids).logits, alone(ids).logits, **CLOSE)
+
+
+def one_expert_is_all(ctx: RankContext, activation: str) -> None:
+    """All tokens go to the first experts, so other ranks get no rows; the last ranks own no experts; one has no tokens."""
+    changes: dict[str, Any] = {"hidden_act": activation, "num_experts": 3, "num_experts_per_tok": 2}
+    alone, model = (make_model("qwen3_moe", **changes) for _ in range(2))
+    for one in (alone, model):
+        for name, value in one.named_parameters():
+            value.requires_grad_("experts" in name)  # backward is then for these alone
+    moe_a2a.convert(model, ctx.process_group)
+    xs = [torch.randn(tokens, 32, generator=torch.Generator().manual_seed(tokens)) for tokens in (5, 0, 1, 3)]
+    idx = [torch.arange(2).expand(len(x), 2) for x in xs]
+    weights = [torch.full((len(x), 2), 0.25) for x in xs]
+    theirs, mine = (one.model.layers[0].mlp.experts for one in (alone, model))
+    out = mine(xs[ctx.rank], idx[ctx.rank], weights[ctx.rank])
+    out.pow(2).sum().backward()
+    for rank, arguments in enumerate(zip(xs, idx, weights, strict=True)):
+        if not len(xs[rank]):
+            assert rank != ctx.rank or out.shape == (0, 32)
+            continue
+        want = theirs(*arguments)
+        want.pow(2).sum().backward()
+        if rank == ctx.rank:
+            torch.testing.assert_close(out, want, **CLOSE)
+    layer = getattr(mine, spread.LAYER)
+    for name, value in mine.named_parameters():
+        torch.testing.assert_close(value.grad, own_part(layer, theirs.get_parameter(name).grad), **CLOSE)
+
+
+def same_batch(ctx: RankContext) -> None:
+    """Pairs of ranks pass the same tokens, odd numbers of them: outputs and gradients are as if one of each had."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alone = make_model("qwen3_moe")
+    model = moe_a2a.convert(make_model("qwen3_moe"), same_batch=mesh["tp"])
+    ids = [ids_of(1), ids_of(0)[:1, :1]]
+    out = model(ids[ctx.rank // 2])
+    out.logits.pow(2).sum().backward()
+    for batch, one in enumerate(ids):
+        want = alone(one)
+        want.logits.pow(2).sum().backward()
+        if batch == ctx.rank // 2:
+            torch.testing.assert_close(out.logits, want.logits, **CLOSE)
+    own = dict(moe_a2a.expert_parameters(model))
+    layers = {name: experts._moe_a2a for name, experts in experts_of(model).items()}
+    for name, value in model.named_parameters():
+        got, want = value.grad, alone.get_parameter(name).grad
+        if name in own:
+            want = own_part(layers[name.rpartition(".")[0]], want)
+        else:
+            dist.all_reduce(got, group=mesh.get_group("dp"))
+        assert (got - want).norm() <= 1e-5 * want.norm(), name
+
+
+def copied(ctx: RankContext) -> None:
+    """A deep copy computes with its own experts."""
+    model = moe_a2a.convert(make_model("mixtral"), ctx.process_group)
+    twin = copy.deepcopy(model)
+    ids = ids_of(ctx.rank)
+    with torch.no_grad():
+        before = model(ids).logits
+        for _, value in moe_a2a.expert_parameters(twin):
+            value.zero_()
+        assert not torch.equal(twin(ids).logits, before)
+        assert torch.equal(model(ids).logits, before)
