@@ -89,24 +89,30 @@ def test_a_family_at_load(two: RankPool, tmp_path: Path, family: str) -> None:
     assert "fused operator" in two.run(2, hf.loaded_family, str(tmp_path))[0]
 
 
+@pytest.mark.ep_implementation
 @pytest.mark.parametrize("mesh", hf.MESHES)
 def test_at_load(four: RankPool, tmp_path: Path, mesh: str) -> None:
     hf.save_tiny(str(tmp_path), "mixtral")
     assert "at load" in four.run(4, hf.loaded, str(tmp_path), mesh, None)[0]
 
 
+NATIVE = [False, pytest.param(True, marks=pytest.mark.ep_implementation)]
+
+
+@pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("fused", [False, True])
-def test_states_go_round(four: RankPool, two: RankPool, tmp_path: Path, fused: bool) -> None:
-    one, converted, sharded = (str(tmp_path / name) for name in ("one", "converted", "sharded"))
+def test_states_go_round(four: RankPool, two: RankPool, tmp_path: Path, fused: bool, native: bool) -> None:
+    one, saved = str(tmp_path / "one"), str(tmp_path / "saved")
     hf.save_tiny(one, "mixtral", fused)
     assert any(name.endswith("gate_up_proj") for name in hf.saved_names(one)) == fused
-    four.run(4, hf.convert_and_save, one, converted)
-    four.run(4, hf.loaded, one, "experts over pairs", sharded)
-    for saved in (converted, sharded):
-        two.run(2, hf.read_on_two, one, saved, True)
+    if native:
+        four.run(4, hf.loaded, one, "experts over pairs", saved)
+    else:
+        four.run(4, hf.convert_and_save, one, saved)
+    two.run(2, hf.read_on_two, one, saved, native)
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", NATIVE)
 def test_generate(two: RankPool, tmp_path: Path, native: bool) -> None:
     hf.save_tiny(str(tmp_path), "qwen3_moe")
     two.run(2, hf.generated, str(tmp_path), native)
