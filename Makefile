@@ -3,9 +3,11 @@
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
 #   make train      trains a small language model, its experts spread over 2 processes (2 to 3 minutes); RANKS=4 for more
 #   make test       the tests (about ten minutes on 2 cores)
+#   make transformers-test  the tests inside models of transformers, its newest version and 5.14.1, each in an environment of its own
+#                   beside the other (`make transformers-test-newest`, `make transformers-test-5.14.1`)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
 #                   `make bench-protocol`: push, pull, formats and quantisation against each other; `make bench-moe`: the
-#                   whole layer, fused and not)
+#                   whole layer, fused and not; `make bench-transformers`: models of transformers, against its own all_to_all)
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
@@ -25,7 +27,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo train test test-long bench bench-protocol bench-moe bench-short lint format aarch64-check aarch64-test ascend-check model model-short wheel clean setup
+.PHONY: demo train test test-long bench bench-protocol bench-moe bench-short bench-transformers transformers-setup transformers-test \
+  transformers-test-newest transformers-test-5.14.1 lint format aarch64-check aarch64-test ascend-check model model-short wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -57,6 +60,30 @@ test: $(VENV)/.ready
 test-long: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -m slow
 
+# Environments that see what $(VENV) has, so torch isn't installed twice; in its folder, so that they go with it.
+TRANSFORMERS ?= 5.24.0
+NEWEST := $(VENV)/transformers-$(TRANSFORMERS)
+OLDER := $(VENV)/transformers-5.14.1
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(VENV)/transformers-%/.ready: | $(VENV)/.ready
+	@echo "== setting up $(@D): transformers $* (half a minute)"
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > $$($(@D)/bin/python -c '$(SITE)')/above.pth
+	$(PIP) --python $(@D)/bin/python install transformers==$* psutil
+	$(PIP) --python $(@D)/bin/python install --no-deps accelerate
+	@touch $@
+
+transformers-setup: $(NEWEST)/.ready $(OLDER)/.ready
+
+transformers-test: transformers-test-newest transformers-test-5.14.1
+
+transformers-test-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/python -m pytest -q -m "transformers and not experts_function and not slow"
+
+transformers-test-5.14.1: $(OLDER)/.ready
+	$(OLDER)/bin/python -m pytest -q -m "transformers and not ep_implementation and not slow"
+
 bench: $(VENV)/.ready
 	-$(PIP) install --quiet mpich mpi4py # MPI is a yardstick: without it the table has no MPI columns
 	$(BIN)/python benchmarks/bench_dispatch_combine.py
@@ -66,6 +93,9 @@ bench-protocol: $(VENV)/.ready
 
 bench-moe: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_moe.py --trace benchmarks/traces/train_lm.npz
+
+bench-transformers: $(NEWEST)/.ready
+	$(NEWEST)/bin/python benchmarks/bench_transformers.py
 
 bench-short: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_dispatch_combine.py --short

@@ -20,6 +20,7 @@ else:
     from . import devices, errors  # noqa: F401  devices registers operators
     from .exchange import Dispatched, Handle, combine, dispatch
     from .group import EPGroup, SizeHint
+    from .integrations.models import convert, expert_parameters, explain, full_state_dict
     from .layer import MoE, Router, load_balancing_loss
     from .moe import moe, moe_apply
     from .quantization import dequantize_rows, quantize_rows
@@ -36,9 +37,13 @@ __all__ = [
     "SizeHint",
     "__version__",
     "combine",
+    "convert",
     "dequantize_rows",
     "dispatch",
     "errors",
+    "expert_parameters",
+    "explain",
+    "full_state_dict",
     "load_balancing_loss",
     "moe",
     "moe_apply",

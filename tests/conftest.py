@@ -17,6 +17,7 @@ LIMIT = 240.0  # seconds for a test, for its setup and for its teardown; several
 SLOW_LIMIT = 3600.0
 MORE = 30.0  # seconds after LIMIT at which the session ends, where the main thread runs no Python that could raise
 MOST_STUCK = 4  # tests; then the session ends: the next ones would wait as long
+LATER = ("slow", "transformers")
 STDERR = pytest.StashKey[int]()
 STUCK = pytest.StashKey[list[str]]()
 
@@ -34,13 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked slow to a run that asks for them with -m."""
+    """Leave tests with a marker of :data:`LATER` to a run that asks for them with -m."""
     if config.option.markexpr:
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    later = [item for item in items if any(item.get_closest_marker(name) for name in LATER)]
+    if later:
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in later]
 
 
 @contextlib.contextmanager

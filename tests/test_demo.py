@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from as_user import run_as_user
 from lanes import slow
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -28,23 +26,11 @@ SMALL = ("--tokens", "48", "--hidden", "32", "--experts", "8", "--batches", "3",
 
 def run_demo(out: Path, *arguments: str, limit: float = 120.0) -> tuple[int, str, str]:
     """(exit code, last line, everything printed) of the demo; its whole process group is gone afterwards."""
-    command = [sys.executable, str(EXAMPLES / "demo.py"), *SMALL, "--out", str(out), *arguments]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=out,
-        start_new_session=True,
-        env={**os.environ, "COLUMNS": "100", "PYTHONUTF8": "1"},
+    code, printed = run_as_user(
+        out, str(EXAMPLES / "demo.py"), *SMALL, "--out", str(out), *arguments, limit=limit
     )
-    try:
-        printed, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"the demo didn't end within {limit:g} s; it printed:\n{process.communicate()[0]}")
     assert printed.strip(), "the demo printed nothing"
-    return process.returncode, printed.splitlines()[-1], printed
+    return code, printed.splitlines()[-1], printed
 
 
 def expected_tokens(ranks: int) -> int:

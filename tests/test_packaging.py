@@ -49,9 +49,9 @@ def test_the_wheel_is_abi3_and_whole(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for module in [*(ROOT / "moe_a2a").glob("*.py"), *(ROOT / "moe_a2a").glob("*.pyi")]:
         assert f"moe_a2a/{module.name}" in names
-    for folder in ("op_host", "op_kernel"):
-        for module in (ROOT / folder).rglob("*.py"):
-            assert f"moe_a2a/{module.relative_to(ROOT)}" in names
+    for folder in (ROOT / "op_host", ROOT / "op_kernel", ROOT / "moe_a2a" / "integrations"):
+        for module in folder.rglob("*.py"):
+            assert f"moe_a2a/{folder.name}/{module.relative_to(folder)}" in names
     assert {"moe_a2a/py.typed", "moe_a2a/_C.abi3.so"} <= names
     assert not [name for name in names if name.startswith(("op_", "tests", "benchmarks", "examples"))]
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from as_user import run_as_user
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -23,24 +21,10 @@ train_lm = importlib.import_module("train_lm")
 
 def run_train(out: Path, ranks: int, *arguments: str, limit: float = 150.0) -> tuple[int, str, list[str]]:
     """(exit code, everything printed, its last line) of the short form; its whole process group is gone afterwards."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *start, str(EXAMPLES / "train_lm.py"), "--short", "--out", str(out / "made")]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=out,
-        start_new_session=True,
-        env={**os.environ, "COLUMNS": "100", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        printed, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"the run didn't end within {limit:g} s; it printed:\n{process.communicate()[0]}")
-    verdicts = [line for line in printed.splitlines() if re.match("(NOT )?verified: ", line)]
-    return process.returncode, printed, verdicts
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    command = (*start, str(EXAMPLES / "train_lm.py"), "--short", "--out", str(out / "made"), *arguments)
+    code, printed = run_as_user(out, *command, limit=limit, OMP_NUM_THREADS="1")
+    return code, printed, re.findall("^(?:NOT )?verified: .*", printed, re.MULTILINE)
 
 
 def check_picture(path: Path) -> None:
