@@ -110,6 +110,17 @@ def test_a_missing_rank_is_named(pool: RankPool) -> None:
     assert pool.run(2, triton_bodies.missing, case, timeout=TIMEOUT)[0] == [words.ERROR_RECORD.value, 1]
 
 
+def test_sums_are_exact_about_zeros_subnormals_and_ties(pool: RankPool) -> None:
+    pool.run(1, triton_bodies.exact_sums, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("token", "error"), [(2, 0), (3, words.ERROR_TOKEN.value), (-1, words.ERROR_TOKEN.value)]
+)
+def test_a_lying_token_list(pool: RankPool, token: int, error: int) -> None:
+    assert pool.run(1, triton_bodies.lying_list, token, timeout=TIMEOUT) == [error]
+
+
 FUSED = {
     "one launch": ((ALL,), False, 1),
     "by vectors": ((ALL,), True, 1),
