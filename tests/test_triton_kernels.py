@@ -138,7 +138,7 @@ def test_fused(pool: RankPool, how: str, ranks: int) -> None:
     launches, vector, programs = FUSED[how]
     made = steps(ranks, dtype="float32" if ranks == 2 else "bfloat16", hidden=40)
     again = replace(made[0], again=made[0].seed, seed=9)
-    chosen = (*made, again) if how == "one launch" else (made[0], made[3])
+    chosen = {"one launch": (*made, again), "by vectors": made[1:2]}.get(how, (made[0], made[3]))
     case = Case(experts=5, steps=chosen, programs=programs, flag_rows=(0, 2), delay_ms=3.0)
     pool.run(ranks * programs, triton_bodies.fused_calls, case, launches, vector, 20, timeout=TIMEOUT)
 
