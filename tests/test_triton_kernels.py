@@ -110,6 +110,17 @@ def test_a_missing_rank_is_named(pool: RankPool) -> None:
     assert pool.run(2, triton_bodies.missing, case, timeout=TIMEOUT)[0] == [words.ERROR_RECORD.value, 1]
 
 
+def test_sums_are_exact_about_zeros_subnormals_and_ties(pool: RankPool) -> None:
+    pool.run(1, triton_bodies.exact_sums, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("token", "error"), [(2, 0), (3, words.ERROR_TOKEN.value), (-1, words.ERROR_TOKEN.value)]
+)
+def test_a_lying_token_list(pool: RankPool, token: int, error: int) -> None:
+    assert pool.run(1, triton_bodies.lying_list, token, timeout=TIMEOUT) == [error]
+
+
 FUSED = {
     "one launch": ((ALL,), False, 1),
     "by vectors": ((ALL,), True, 1),
@@ -127,7 +138,7 @@ def test_fused(pool: RankPool, how: str, ranks: int) -> None:
     launches, vector, programs = FUSED[how]
     made = steps(ranks, dtype="float32" if ranks == 2 else "bfloat16", hidden=40)
     again = replace(made[0], again=made[0].seed, seed=9)
-    chosen = (*made, again) if how == "one launch" else (made[0], made[3])
+    chosen = {"one launch": (*made, again), "by vectors": made[1:2]}.get(how, (made[0], made[3]))
     case = Case(experts=5, steps=chosen, programs=programs, flag_rows=(0, 2), delay_ms=3.0)
     pool.run(ranks * programs, triton_bodies.fused_calls, case, launches, vector, 20, timeout=TIMEOUT)
 

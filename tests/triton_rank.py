@@ -174,7 +174,7 @@ class KernelRank:
         flag_rows: int = 0,
         delay: Callable[[], None] = lambda: None,
         polls: int = 20,
-        patience: float = 30.0,
+        patience: float = 80.0,
         rounds: bool = True,
     ) -> None:
         self.me, self.layout, self.launch, self.programs = me, layout, launch, programs

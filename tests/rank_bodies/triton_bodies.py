@@ -24,6 +24,8 @@ from rank_bodies.numpy_rank_bodies import code_of, quantised, to_numpy, to_torch
 os.environ.setdefault("TRITON_INTERPRET", "1")
 from triton_rank import KernelFailed, KernelRank, Memory, open_window, window_memory
 
+from moe_a2a.op_kernel.triton import take
+
 QUANTS = {None: Quant.NONE, "int8": Quant.INT8, "fp8_e4m3": Quant.FP8_E4M3}
 
 
@@ -399,3 +401,49 @@ def missing(ctx: RankContext, case: Case) -> list[int]:
         assert node.repeats > 0
     ctx.barrier()
     return found
+
+
+# --------------------------------------------------------------------------------------------------------- one rank
+
+
+def exact_sums(ctx: RankContext) -> None:
+    """A sum of one -0.0 is -0.0, subnormals survive, and a value between two of bfloat16 goes to the even one."""
+    case = Case(experts=2, steps=(Step(tokens=(4,), top_k=2, hidden=6, dtype="bfloat16"),))
+    node = kernel_rank(ctx, case)
+    x_TH = torch.tensor([[-0.0], [9.18e-41], [1.0], [1.0078125]]).repeat(1, 6).bfloat16()
+    idx_TK = torch.tensor([[0, -1], [-1, 1], [0, 1], [1, 0]])
+    weights_TK = torch.tensor([[1.0, float("nan")], [float("nan"), 1.0], [1.0, 2.0**-8], [1.0, 2.0**-8]])
+    got = node.dispatch(x_TH, idx_TK, weights_TK)
+    out = node.combine(got.x_NH, got.handle, weights_TK)
+    (want,) = reference.combine_reference([got.x_NH], [idx_TK], 2, [weights_TK])
+    assert_bits(out, want, "sums")
+    assert torch.signbit(out[0]).all() and (out[1] != 0).all()
+    assert out[2, 0] == 1.0 and out[3, 0] == 1.015625
+
+
+def lying_list(ctx: RankContext, token: int) -> int:
+    """A source's token list names a token that isn't there: nothing is read for it, and the error says whose list it is."""
+    case = Case(experts=1, steps=(Step(tokens=(3,), top_k=1, hidden=8),))
+    node = kernel_rank(ctx, case)
+    listed = node.layout.token_list
+    node._windows[0].bytes[listed : listed + 8] = torch.tensor([1, token], dtype=torch.int32).view(
+        torch.uint8
+    )
+    out = torch.zeros(2, 8)
+    arguments: dict[str, Any] = {
+        "call": torch.zeros(8, dtype=torch.int64),
+        "sources": torch.tensor([[node.windows_R[0] + node.layout.x, 512, 3, 0]]),
+        "out": out,
+        "scales": torch.zeros(1),
+        "weights": torch.zeros(1),
+        "work": node.work([(0, 0, 2)]),
+        "entries": 1,
+        "scales_at": 0,
+    }
+    constants = {"H": 8, "SCALES": 0, "SCALES_P": 1, "WEIGHTED": False, "BR": 2, "BH": 8}
+    try:
+        node.run(take.pull, arguments, constants)
+    except KernelFailed as failed:
+        assert failed.who == 0 and not out.any()
+        return failed.error
+    return 0
