@@ -160,6 +160,9 @@ class Dispatched:
         return f"Dispatched(x {list(self.x.shape)} {self.x.dtype}, {self.handle!r})"
 
 
+# What peers did: an asynchronous call says so when it is waited for.
+_OF_PEERS = (errors.PeerAborted, errors.CallMismatch, errors.PadTooSmall)
+
 _Result = TypeVar("_Result")
 
 
@@ -168,11 +171,17 @@ class _Pending(Generic[_Result]):
 
     __slots__ = ("_done", "_error", "_lock", "_ticket", "group")
 
-    def __init__(self, group: EPGroup, ticket: Tensor | None, done: _Result | None) -> None:
+    def __init__(
+        self,
+        group: EPGroup,
+        ticket: Tensor | None,
+        done: _Result | None,
+        error: errors.MoeA2AError | None = None,
+    ) -> None:
         self.group = group
         self._ticket = ticket
         self._done = done
-        self._error: errors.MoeA2AError | None = None
+        self._error = error  # of a call that is over
         self._lock = threading.RLock()  # a signal handler may come here while its own thread waits
 
     def _finish(self) -> _Result:
@@ -211,9 +220,14 @@ class PendingDispatch(_Pending[Dispatched]):
     __slots__ = ("_call",)
 
     def __init__(
-        self, group: EPGroup, ticket: Tensor | None, call: _Call, done: Dispatched | None = None
+        self,
+        group: EPGroup,
+        ticket: Tensor | None,
+        call: _Call,
+        done: Dispatched | None = None,
+        error: errors.MoeA2AError | None = None,
     ) -> None:
-        super().__init__(group, ticket, done)
+        super().__init__(group, ticket, done, error)
         self._call: _Call | None = call
 
     def _finish(self) -> Dispatched:
@@ -494,8 +508,10 @@ def dispatch(
             scales = weights
         else:
             rows, weights, scales, meta = _dispatch_full_raw(*full, gradients)
-    except errors.MoeA2AError:
+    except errors.MoeA2AError as error:
         group._check_open("moe_a2a.dispatch")
+        if async_op and isinstance(error, _OF_PEERS):  # of an exchange, which has done all at once
+            return PendingDispatch(group, None, call, error=error)
         raise
     except Exception as error:
         tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
