@@ -475,7 +475,7 @@ class Fused:
         self._constants: dict[str, Any] = {
             "T": T,
             "N": layout.recv_rows,
-            "PHASES": tl.constexpr(ALL_PHASES),
+            "PHASES": ALL_PHASES,
             "R": R,
             "RP": power(R),
             "E": E,
