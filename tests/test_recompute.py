@@ -43,7 +43,7 @@ def test_case_52_a_near_tie_flips(pool: RankPool, transport: str, reentrant: boo
         )
 
 
-@pytest.mark.parametrize("how", ["moved", "swapped"])
+@pytest.mark.parametrize("how", ["swapped", pytest.param("moved", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("way", moe_bodies.WAYS)
 def test_every_way_of_calling(pool: RankPool, way: str, kinds: str, how: str) -> None:
