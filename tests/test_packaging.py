@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -119,3 +120,6 @@ def test_kernels_know_no_framework() -> None:
         text = source.read_text()
         for name in ("torch/", "Python.h", "ATen", "c10"):
             assert name not in text, f"{source.name} includes {name}"
+    for source in (ROOT / "op_kernel/triton").glob("*.py"):
+        imports = re.findall(r"^\s*(?:from|import) ([\w.]+)", source.read_text(), re.MULTILINE)
+        assert not [name for name in imports if name.startswith(("torch", "numpy"))], source.name

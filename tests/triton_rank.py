@@ -1,8 +1,8 @@
 """A rank that is nothing but launches of op_kernel/triton over windows: what a host does between them, in plain loops.
 
-How a kernel is launched is handed in (:class:`Launch`), so that the same rank runs in the interpreter and wherever else kernels can be
-executed. The programs of a rank may be processes: each of them runs this same code, they share what kernels write, and meet where
-a host would have started the next launch in the stream.
+How a kernel is launched is handed in (:class:`Launch`), so that the same rank runs in the interpreter and wherever else
+kernels can be executed. The programs of a rank may be processes: each of them runs this same code, they share what kernels
+write, and meet where a host would have started the next launch in the stream.
 
 Shape symbols: T tokens of a rank, H hidden, E experts, K top-k, R ranks, N received rows, P kept pairs, S scales of a row.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -304,7 +304,7 @@ class KernelRank:
         ]
 
     @staticmethod
-    def work(entries: list[tuple[int, ...]]) -> Tensor:
+    def work(entries: Sequence[tuple[int, ...]]) -> Tensor:
         """A work list: entries in the order of the WORK words, the rest 0."""
         rows = [[*entry, *[0] * (8 - len(entry))] for entry in entries] or [[0] * 8]
         return torch.tensor(rows, dtype=torch.int32)
@@ -370,7 +370,9 @@ class KernelRank:
         pulled = scales_at + 4 * S if S else H * element.itemsize
         weight = torch.float32 if weights_TK is None else weights_TK.dtype
         weight_at = align_up(pulled, 8)
-        stride = align_up(pulled if weights_TK is None else weight_at + weight.itemsize, self.layout.row_align)
+        stride = align_up(
+            pulled if weights_TK is None else weight_at + weight.itemsize, self.layout.row_align
+        )
         call, records = self.start(
             {
                 RecordWord.KIND: Kind.COUNTS,
@@ -453,12 +455,17 @@ class KernelRank:
                 for first, n in self.groups(rows, self.flag_rows)
             ]
             self.run(push.push, {**moved, "work": self.work(entries), "entries": len(entries)}, constants)
-            entries = [
+            taken = [
                 (source, 0, rows, low - shift, 0, 0, low, records[source][RecordWord.FLAG_ROWS])
                 for source, _, low, rows in self.runs(counts_RE, self.me, align, w)
                 if pushing[source]
             ]
-            arguments = {**common, "weights": out_weights, "work": self.work(entries), "entries": len(entries)}
+            arguments = {
+                **common,
+                "weights": out_weights,
+                "work": self.work(taken),
+                "entries": len(taken),
+            }
             self.run(take.take, arguments, constants)
             if w + 1 < waves:
                 self.meet()
@@ -479,7 +486,13 @@ class KernelRank:
         return cell
 
     def combine(
-        self, y_NH: Tensor, handle: Handle, weights_TK: Tensor | None = None, *, fetched: bool = False, pairs: bool = False
+        self,
+        y_NH: Tensor,
+        handle: Handle,
+        weights_TK: Tensor | None = None,
+        *,
+        fetched: bool = False,
+        pairs: bool = False,
     ) -> Tensor:
         """Give rows back, sum this rank's: [T, H]; with ``pairs`` the rows themselves, [T * K, H]."""
         H = y_NH.shape[1]
@@ -548,7 +561,7 @@ class KernelRank:
 
         With ``launches = (PARTNER,)`` program 0 is the vector-core kernel and program 1 its partner, both of one program.
         """
-        (T, H), K, I = x_TH.shape, idx_TK.shape[1], down.shape[2]
+        (T, H), K, inner = x_TH.shape, idx_TK.shape[1], down.shape[2]
         sent = self.sent(idx_TK)
         beside = launches == (PARTNER,)
         self.meet()
@@ -617,7 +630,7 @@ class KernelRank:
             "weights": torch.zeros(1) if weights_TK is None else weights_TK,
             "gate_up": gate_up,
             "down": down,
-            "act": torch.zeros(self.programs * BM * I, dtype=x_TH.dtype),
+            "act": torch.zeros(self.programs * BM * inner, dtype=x_TH.dtype),
             "y": y,
             "cell": self.cell(y),
             "given": given,
@@ -634,7 +647,7 @@ class KernelRank:
             **self.words,
             "K": K,
             "H": H,
-            "I": I,
+            "I": inner,
             "WEIGHTED": weights_TK is not None,
             "REUSED": again is not None,
             "PARTNER": beside,

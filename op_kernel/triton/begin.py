@@ -3,8 +3,8 @@
 These are launches of their own, before the others of the call, in the same stream. A host that isn't in a frozen graph may do
 the first one's arithmetic itself.
 
-Example, NS = 2, V = 5: the 6th call finds EPOCH 5, writes EPOCH 6, and ``call`` is n = 6, code (6 - 1) mod 5 + 1 = 1, slot 6 mod 2 = 0, record slot
-6 mod 4 = 2, and clear = 1: lap(6) = 1, lap(6 - 2 NS = 2) = 0.
+Example, NS = 2, V = 5: the 6th call finds EPOCH 5, writes EPOCH 6, and ``call`` is n = 6, code (6 - 1) mod 5 + 1 = 1, slot
+6 mod 2 = 0, record slot 6 mod 4 = 2, and clear = 1: lap(6) = 1, lap(6 - 2 NS = 2) = 0.
 """
 
 import triton

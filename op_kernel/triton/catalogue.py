@@ -75,7 +75,7 @@ class Size:
     E: int
     K: int
     H: int
-    I: int  # noqa: E741
+    I: int
     BR: int
     BH: int
     BT: int
@@ -106,7 +106,22 @@ _TYPES = {
     "weight_at": "i64",
 }
 _SCALARS = frozenset(
-    "me program0 programs polls entries T rows kind mark first last first_expert align matrix_stride".split()
+    [
+        "me",
+        "program0",
+        "programs",
+        "polls",
+        "entries",
+        "T",
+        "rows",
+        "kind",
+        "mark",
+        "first",
+        "last",
+        "first_expert",
+        "align",
+        "matrix_stride",
+    ]
 )
 
 
@@ -214,7 +229,9 @@ def _phases(target: str, size: Size) -> Iterator[Variant]:
         ("push-fp8", 2, True, False),
     ):
         kind = {"FUSED": fused_rows, "QUANT": quant, "WEIGHTED": weighted, "GPU": gpu, "SYS": gpu}
-        yield variant(name, push, {**moved, **kind}, signals=1)
+        # A value that is quantised takes many times its bytes on the way.
+        cut = {**moved, "BH": min(size.BH, 256)} if quant == 1 else moved
+        yield variant(name, push, {**cut, **kind}, signals=1)
     yield variant("take", take, {**moved, **one_row, "SYS": gpu}, spins=1)
     for name, scales in (("int8", 1), ("fp8", -(-size.H // 128))):
         scaled = {**one_row, "SCALES": scales, "SCALES_P": power_of_two(scales)}

@@ -1,9 +1,11 @@
 """Combine: await the owners' cells, fetch what an owner left in its y, and sum K rows a token.
 
-The sum is exact about its order: with acc the wider of float32 and y's type a term is acc(weight) * acc(row), rounded; terms are added in k order,
-each addition rounded; the result is rounded to y's type once. The launch forbids fused multiply-adds where the compiler would make them.
+The sum is exact about its order: with acc the wider of float32 and y's type a term is acc(weight) * acc(row), rounded;
+terms are added in k order, each addition rounded; the result is rounded to y's type once. The launch forbids fused
+multiply-adds where the compiler would make them.
 
-Example, K = 2: token 3 has z rows 6 and 9 and weights 0.5 and 0.25: out[3] = 0.5 * z[6] + 0.25 * z[9]. With place {6, -1}: 0.5 * z[6]. With {-1, -1}: 0.
+Example, K = 2: token 3 has z rows 6 and 9 and weights 0.5 and 0.25: out[3] = 0.5 * z[6] + 0.25 * z[9]. With place {6, -1}:
+0.5 * z[6]. With {-1, -1}: 0.
 """
 
 import triton
@@ -133,7 +135,8 @@ def sum_phase(
             started = tl.zeros((BT,), tl.int32)
             for k in range(K):
                 row = tl.load(place + token * K + k, mask=there, other=-1)
-                # Of a dropped pair some row is read, and then not used: a mask that depends on data would make a copy of each element.
+                # Of a dropped pair some row is read, and then not used: a mask that depends on data would make a copy of
+                # each element.
                 source = tl.maximum(row, 0).to(tl.int64)
                 term = tl.load(z + source[:, None] * row_stride + (c0 + c)[None, :], mask=mask, other=0.0)
                 term = widen(term, ACC, ROUND)
@@ -242,7 +245,8 @@ def combine(
     """Awaits the owners' cells and sums the rows in z.
 
     Args:
-        windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the handle's CALL words.
+        windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the handle's
+            CALL words.
         place: int32 [T, K], each pair's place in this rank's token list, -1 dropped. weights: [T, K], any float type.
         out: [T, H], written, of y's type.
         cell: int32 [8], this rank's own cell. owned: int32 [R], rows of this rank that each owner holds.
@@ -250,7 +254,8 @@ def combine(
         stride: int64, bytes from row to row in z.
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.
         polls: int32, looks at a code before a program gives up.
-        WEIGHTED: False: rows are added as they are. With K = 1 and place [P, 1] the result is the rows themselves, zeros where dropped.
+        WEIGHTED: False: rows are added as they are. With K = 1 and place [P, 1] the result is the rows themselves, zeros
+            where dropped.
         FETCHED: :func:`fetch` has run. ACC: tl.float64 for float64 rows, else tl.float32. ROUND: see rounding.py.
         BT, BH: tokens and columns that are summed together, powers of two. SYS: see signal.py.
     """

@@ -3,10 +3,11 @@
 Gate and up are rounded to the rows' type before the activation, and the activation before the second product, as two
 matrix products of torch would round them. Sums are made in float32 (float64 for float64), in another order than torch's.
 
-``VECTOR`` multiplies and adds on the vector cores and rereads the weights for each row: for tiny decode batches on Ascend, where a kernel that
-uses the matrix unit can't safely poll.
+``VECTOR`` multiplies and adds on the vector cores and rereads the weights for each row: for tiny decode batches on Ascend,
+where a kernel that uses the matrix unit can't safely poll.
 
-Example, H = 2, I = 1, gate {1, 0}, up {0, 1}, down {2, 3}: the row {1, 4} has gate 1 and up 4, silu(1) * 4 = 2.924, and becomes {5.848, 8.772}.
+Example, H = 2, I = 1, gate {1, 0}, up {0, 1}, down {2, 3}: the row {1, 4} has gate 1 and up 4, silu(1) * 4 = 2.924, and
+becomes {5.848, 8.772}.
 """
 
 import triton
@@ -35,7 +36,7 @@ def expert_tile(
     y,
     n,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    I: tl.constexpr,
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
     DOT: tl.constexpr,
@@ -131,7 +132,7 @@ def experts(
     RP: tl.constexpr,
     ELP: tl.constexpr,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    I: tl.constexpr,
     PARTS: tl.constexpr,
     IN_WINDOW: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -145,11 +146,12 @@ def experts(
     """Computes the rows of local experts first..last - 1. It polls nothing: its rows are there when it is launched.
 
     Args:
-        x: [N, H], rows in final order. x_stride: int64, elements from row to row; IN_WINDOW: x gives only the type, the rows stand in the own
-            window's y, in the call's slot.
+        x: [N, H], rows in final order. x_stride: int64, elements from row to row; IN_WINDOW: x gives only the type, the
+            rows stand in the own window's y, in the call's slot.
         matrix: int32, send counts; row r begins at r * matrix_stride (int32).
         gate_up: [E_local, 2 I, H]. down: [E_local, H, I]. act: [programs, BM, I], scratch. y: [N, H], written.
-        first_expert: this rank's first expert. first, last: local indices. align: each expert's rows are padded to a multiple of this.
+        first_expert: this rank's first expert. first, last: local indices. align: each expert's rows are padded to a
+            multiple of this.
         PARTS: parts that an expert's tiles are dealt into, each of them one program's.
         The others: see :func:`expert_tile`.
     """

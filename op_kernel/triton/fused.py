@@ -1,21 +1,25 @@
-"""The fused call: publish, await records, pack + put, await rows, experts, return and combine, in as many launches as the target wants.
+"""The fused call: publish, await records, pack + put, await rows, experts, return and combine, in as many launches as the
+target wants.
 
 One source; PHASES says what a launch does (the DO bits):
 
 * 63, everything in one launch: GPUs, the interpreter, x86. With VECTOR on Ascend too, for tiny decode batches.
 * 7, then the ``experts`` kernel, then 48: Ascend's default, three stream-ordered launches.
-* 55 with PARTNER: Ascend's vector-core fused kernel. It writes each expert's ready epoch when all of its rows are there, and awaits the
-  done epoch before it returns them; partner.py says what runs beside it.
+* 55 with PARTNER: Ascend's vector-core fused kernel. It writes each expert's ready epoch when all of its rows are there,
+  and awaits the done epoch before it returns them; partner.py says what runs beside it.
 
-Every program awaits all records itself and knows all places from them, so nothing but the rows travels and there is no barrier over all programs. Programs
-do wait for others of the launch (for counts of returned rows): no more programs than are resident.
+Every program awaits all records itself and knows all places from them, so nothing but the rows travels and there is no
+barrier over all programs. Programs do wait for others of the launch (for counts of returned rows): no more programs than
+are resident.
 
-Rows stand in the owner's y slot as their sources wrote them; results go to ``y`` in own memory, so a launch whose polls ran out can be repeated
-with the same ``state`` and goes on where it was. When the records don't go together, or some rank receives more rows than a slot holds, every
-rank finds that out before it has written a row (ERROR_JUDGE), and the host takes over.
+Rows stand in the owner's y slot as their sources wrote them; results go to ``y`` in own memory, so a launch whose polls
+ran out can be repeated with the same ``state`` and goes on where it was. When the records don't go together, or some rank
+receives more rows than a slot holds, every rank finds that out before it has written a row (ERROR_JUDGE), and the host
+takes over.
 
-Example, R = 2, E = 2, K = 1, one token a rank, both for expert 1: both ranks publish {0, 1}; rank 0 writes its token to row 0 of rank 1's y, rank 1 to row 1 of its
-own. Rank 1 sees both flags, computes one tile of two rows, writes result 0 to z row 0 of rank 0 and result 1 to its own, and a cell to each. Both sum one row.
+Example, R = 2, E = 2, K = 1, one token a rank, both for expert 1: both ranks publish {0, 1}; rank 0 writes its token to
+row 0 of rank 1's y, rank 1 to row 1 of its own. Rank 1 sees both flags, computes one tile of two rows, writes result 0 to
+z row 0 of rank 0 and result 1 to its own, and a cell to each. Both sum one row.
 """
 
 import triton
@@ -83,7 +87,8 @@ def judge(
     """Whether the records are of one plain fused call whose rows fit in the slots. Every rank comes to the same answer.
 
     Args:
-        headers: pointer to the header of rank 0's record, headers are header_stride words apart. starts: int32 [R + 1], first expert of each rank.
+        headers: pointer to the header of rank 0's record, headers are header_stride words apart. starts: int32 [R + 1],
+            first expert of each rank.
 
     Returns:
         ERROR_NONE or ERROR_JUDGE.
@@ -95,7 +100,7 @@ def judge(
     words = tl.load(headers + r * header_stride + w[None, :], mask=there, other=0)
     high = tl.max(tl.where(there, words, -2147483648), 0)
     low = tl.min(tl.where(there, words, 2147483647), 0)
-    differ = tl.sum(tl.where(high == low, 0, (RECORD_AGREE >> w) & 1), 0)
+    differ = tl.sum(tl.where(high == low, 0, ((w * 0 + RECORD_AGREE) >> w) & 1), 0)
     kind = tl.sum(tl.where(w == RECORD_KIND, high, 0), 0)
     limit = tl.load(layout + AT_MAX_TOKENS) * tl.load(layout + AT_TOP_K)
     wrong = tl.where((differ == 0) & (kind == KIND_COUNTS), 0, 1)
@@ -239,7 +244,7 @@ def fused(
     ELP: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    I: tl.constexpr,
     WEIGHTED: tl.constexpr,
     REUSED: tl.constexpr,
     PARTNER: tl.constexpr,
@@ -264,7 +269,8 @@ def fused(
         header: int32 [32], the record's header (MODE fused). counts: int32 [E], this rank's send counts.
         starts: int32 [R + 1], first expert of each rank. owned: int32 [R], rows of this rank that each owner holds.
         x: [T, H]. tokens: int32 [P], the kept pairs' tokens in (expert, token, k) order.
-        work: int32 [entries, 8]: RANK the owner, PLACE the first of ``tokens``, ROWS, ROW counted from the run's begin, EXPERT, FIRST_EXPERT of the owner.
+        work: int32 [entries, 8]: RANK the owner, PLACE the first of ``tokens``, ROWS, ROW counted from the run's begin,
+            EXPERT, FIRST_EXPERT of the owner.
         place: int32 [T, K], each pair's place in ``tokens``, -1 dropped. weights: [T, K], any float type.
         gate_up: [E_local, 2 I, H]. down: [E_local, H, I]. act: [programs, BM, I], scratch. y: [cap, H], scratch of x's type.
         cell: int32 [8], body of the combine cell. given: int32 [R, 8], zeros before the call's first launch.
@@ -276,8 +282,9 @@ def fused(
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.
         polls: int32, looks at a code before a program gives up.
         PARTS: parts that an expert's tiles are dealt into, each of them one program's.
-        RP, EP, ELP: powers of two, at least R, E (and 8) and the experts of any rank. BR, BH: rows and columns that move together. BT: tokens that are
-            summed together. ROUND: see rounding.py. GPU, SYS: see push.py and signal.py. ACC, DOT, BM, BN, BK, VECTOR: see experts.py.
+        RP, EP, ELP: powers of two, at least R, E (and 8) and the experts of any rank. BR, BH: rows and columns that move
+            together. BT: tokens that are summed together. ROUND: see rounding.py. GPU, SYS: see push.py and signal.py.
+            ACC, DOT, BM, BN, BK, VECTOR: see experts.py.
     """
     BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
     ITEM: tl.constexpr = BITS // 8
@@ -300,7 +307,7 @@ def fused(
     item = 0
     who = 0
 
-    if PHASES & DO_PUBLISH:
+    if DO_PUBLISH & PHASES:
         publish_phase(
             windows,
             layout,
@@ -315,7 +322,7 @@ def fused(
             EP,
             SYS,
         )
-    if PHASES & DO_PUSH:
+    if DO_PUSH & PHASES:
         error, who = records_phase(
             windows, layout, call, records, me, program, programs, 0, 1, polls, R, E, EP, SYS
         )
@@ -362,7 +369,7 @@ def fused(
     r = tl.arange(0, RP)
     groups_at = words_at(record + tl.load(layout + AT_RECORD_HEADER) + 4 * RECORD_FLAG_ROWS)
     groups = tl.load(groups_at + r * words_apart, mask=r < R, other=0)
-    if (PHASES & DO_AWAIT) and PARTNER:
+    if (DO_AWAIT & PHASES) and PARTNER:
         if error == 0:
             error, item, who = ready_phase(
                 sent,
@@ -384,7 +391,7 @@ def fused(
                 SYS,
             )
             phase = tl.where(error == 0, phase, PHASE_ROWS)
-    if PHASES & (DO_AWAIT | DO_EXPERTS | DO_RETURN):
+    if (DO_AWAIT | DO_EXPERTS | DO_RETURN) & PHASES:
         rows_in = (mine + slot_of_rows(layout, call, True)).to(tl.pointer_type(x.dtype.element_ty))
         row_stride = stride // ITEM
         scratch = act + program.to(tl.int64) * (BM * I)
@@ -400,7 +407,7 @@ def fused(
             for r0 in range(q % PARTS * BM, total, PARTS * BM):
                 n = tl.minimum(total - r0, BM)
                 if (tile >= tiles_done) & (error == 0):
-                    if (PHASES & DO_AWAIT) and not PARTNER:
+                    if (DO_AWAIT & PHASES) and not PARTNER:
                         for source in range(R):
                             before, rows = run_of(by_source, source, RP)
                             low = tl.maximum(r0, before)
@@ -425,7 +432,7 @@ def fused(
                                     error = ERROR_ROWS
                                     who = source
                     row = (begin + r0).to(tl.int64)
-                    if PHASES & DO_EXPERTS:
+                    if DO_EXPERTS & PHASES:
                         if error == 0:
                             expert_tile(
                                 rows_in + row * row_stride,
@@ -445,12 +452,12 @@ def fused(
                                 BN,
                                 BK,
                             )
-                    if (PHASES & DO_RETURN) and PARTNER:
+                    if (DO_RETURN & PHASES) and PARTNER:
                         if error == 0:
                             if poll(done + local * 8, code, code, polls, SYS) == 0:
                                 error = ERROR_DONE
                                 who = local
-                    if PHASES & DO_RETURN:
+                    if DO_RETURN & PHASES:
                         if error == 0:
                             return_tile(
                                 windows,
@@ -478,7 +485,7 @@ def fused(
         if (error != 0) & (failed == 0):
             phase = PHASE_TILES
             item = tile
-    if PHASES & DO_RETURN:
+    if DO_RETURN & PHASES:
         through = resumed(state, program, PHASE_CELLS)
         j = tl.arange(0, ELP)
         failed = tl.where(error == 0, 0, 1)
@@ -499,7 +506,7 @@ def fused(
         if (error != 0) & (failed == 0):
             phase = PHASE_CELLS
             item = through
-    if PHASES & DO_COMBINE:
+    if DO_COMBINE & PHASES:
         if error == 0:
             through = resumed(state, program, PHASE_COMBINE)
             error, item, who = cells_phase(

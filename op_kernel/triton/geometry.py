@@ -1,7 +1,8 @@
 """Where rows stand, from the send-count matrix alone: both sides compute the same, so no metadata travels.
 
-Example, E = 4, R = 2, counts {2, 1, 0, 3} of rank 0 and {1, 1, 2, 0} of rank 1. Rank 0 owns experts 0 and 1 and receives 3 rows for expert 0 and 2 for
-expert 1: the run of (source 1, expert 1) begins at row 3 + 1 = 4. At rank 1 the run of (source 0, expert 3) begins at row 2.
+Example, E = 4, R = 2, counts {2, 1, 0, 3} of rank 0 and {1, 1, 2, 0} of rank 1. Rank 0 owns experts 0 and 1 and receives 3
+rows for expert 0 and 2 for expert 1: the run of (source 1, expert 1) begins at row 3 + 1 = 4. At rank 1 the run of (source
+0, expert 3) begins at row 2.
 """
 
 import triton

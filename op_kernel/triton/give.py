@@ -1,11 +1,12 @@
 """Return: an owner writes what its experts made of a source's rows into that source's z, and one code for all of them.
 
-A source's rows may be written by several programs. They count them in own memory (``given``); one program awaits the count and writes the combine
-cell. So the launch must not have more programs than are resident, and there is no barrier over all of them.
+A source's rows may be written by several programs. They count them in own memory (``given``); one program awaits the count
+and writes the combine cell. So the launch must not have more programs than are resident, and there is no barrier over all
+of them.
 
-Example: rank 1 has made y rows 10 and 11 of rank 0's places 6 and 7: the entry {rank 0, place 6, 2 rows, row 10}. Its program copies both rows to z rows 6
-and 7 of slot h mod NS in rank 0's window and adds 2 to ``given[0]``. When that is ``totals[0]``, some program writes body and code(h) into
-cell [h mod NS][1] there.
+Example: rank 1 has made y rows 10 and 11 of rank 0's places 6 and 7: the entry {rank 0, place 6, 2 rows, row 10}. Its
+program copies both rows to z rows 6 and 7 of slot h mod NS in rank 0's window and adds 2 to ``given[0]``. When that is
+``totals[0]``, some program writes body and code(h) into cell [h mod NS][1] there.
 """
 
 import triton
@@ -86,7 +87,8 @@ def give(
     """Writes rows of y into their sources' z, then the combine cells. The first launch of a call finds ``given`` zeroed.
 
     Args:
-        windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the handle's CALL words.
+        windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the handle's
+            CALL words.
         y: [N, H], the results. cell: int32 [8], the body of the combine cell (DTYPE, HIDDEN, MODE push).
         work: int32 [entries, 8]: RANK the source, PLACE the first place in its z, ROWS, ROW the first row of y.
         totals: int32 [R], rows of each source. given: int32 [R, 8], zeros at first, in own memory.

@@ -1,11 +1,12 @@
 """What runs beside the vector-core fused kernel on Ascend: experts in a second stream, in three launches that are each safe.
 
-A kernel that uses the matrix unit runs on two kinds of core, and one that polls there can hang: so the poll, the product and the
-word that it is done are launches of their own, stream-ordered: ``gate`` (vector) awaits the ready epoch of some experts, ``experts`` computes them and polls
-nothing, ``finish`` (vector) writes their done epoch.
+A kernel that uses the matrix unit runs on two kinds of core, and one that polls there can hang: so the poll, the product
+and the word that it is done are launches of their own, stream-ordered: ``gate`` (vector) awaits the ready epoch of some
+experts, ``experts`` computes them and polls nothing, ``finish`` (vector) writes their done epoch.
 
-Example, call code 3, experts 0..1 of 4: ``gate`` returns when ``ready[0]`` and ``ready[1]`` hold 3; after ``experts`` ``finish`` writes 3 into ``done[0]`` and
-``done[1]``, and the fused kernel returns those rows while experts 2 and 3 are computed.
+Example, call code 3, experts 0..1 of 4: ``gate`` returns when ``ready[0]`` and ``ready[1]`` hold 3; after ``experts``
+``finish`` writes 3 into ``done[0]`` and ``done[1]``, and the fused kernel returns those rows while experts 2 and 3 are
+computed.
 """
 
 import triton

@@ -1,11 +1,11 @@
 """Pack + put: a source writes each of its rows once, at its final place in the owner's window, then the code of its group.
 
-A work-list entry is one group (or a whole run): rows of one expert that share a flag, as wide as the host likes. Its rows go out several
-at a time (BR), all columns of them when BH allows; then one barrier, then one flag at the group's last row.
+A work-list entry is one group (or a whole run): rows of one expert that share a flag, as wide as the host likes. Its rows
+go out several at a time (BR), all columns of them when BH allows; then one barrier, then one flag at the group's last row.
 
-Example, R = 2, NS = 2, call n = 3 (slot 1, code 3): rank 0 sends tokens 4 and 7 to expert 5, whose run begins at row 10 of rank 1. The entry {rank 1,
-place p, 2 rows, row 10} reads ``tokens[p : p + 2] = {4, 7}``, writes x[4] and x[7] to rows 10 and 11 of slot 1 in rank 1's window, and the
-code 3 at the row flag of row 11.
+Example, R = 2, NS = 2, call n = 3 (slot 1, code 3): rank 0 sends tokens 4 and 7 to expert 5, whose run begins at row 10 of
+rank 1. The entry {rank 1, place p, 2 rows, row 10} reads ``tokens[p : p + 2] = {4, 7}``, writes x[4] and x[7] to rows 10
+and 11 of slot 1 in rank 1's window, and the code 3 at the row flag of row 11.
 """
 
 import triton
@@ -67,7 +67,9 @@ def quantise_rows(
     BH: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Rows ``tokens[0:n]`` of x [T, H] to address ``to`` (int64), one every ``stride`` bytes (int64), in one byte a value, with the float32 scales ``scales_at`` bytes behind a row's begin."""
+    """Rows ``tokens[0:n]`` of x [T, H] to address ``to`` (int64), one every ``stride`` bytes (int64), in one byte a value,
+    with the float32 scales ``scales_at`` bytes behind a row's begin.
+    """
     i = tl.arange(0, BR)
     for i0 in range(0, n, BR):
         token = tl.load(tokens + i0 + i, mask=i < n - i0, other=0).to(tl.int64)
@@ -220,7 +222,8 @@ def push(
         windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the CALL words.
         x: [T, H]. tokens: int32 [P], the kept pairs' tokens in (expert, token, k) order.
         weights: [P] in the same order, as wide as they travel; any pointer when not WEIGHTED.
-        work: int32 [entries, 8]: RANK the owner, PLACE the first of ``tokens``, ROWS, ROW the final row in the owner's slot (of this wave).
+        work: int32 [entries, 8]: RANK the owner, PLACE the first of ``tokens``, ROWS, ROW the final row in the owner's
+            slot (of this wave).
         state: int32 [programs, 8], the STATE words.
         stride: int64, bytes from row to row in the window. scales_at, weight_at: int64, bytes from a row's begin.
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.

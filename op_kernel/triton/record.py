@@ -1,8 +1,8 @@
 """Records: publish this rank's send counts to every peer, await those of all peers.
 
-Example, R = 2, E = 4: rank 0 sends 2 tokens to expert 0 and one to expert 3. ``publish`` writes header and counts {2, 0, 0, 1}, then the code, into
-record [n mod NREC][0] of both windows. ``await_records`` there sees both codes and copies: ``records`` [2, 36] has the header in words
-0..31 and the counts in words 32..35 of row 0.
+Example, R = 2, E = 4: rank 0 sends 2 tokens to expert 0 and one to expert 3. ``publish`` writes header and counts {2, 0,
+0, 1}, then the code, into record [n mod NREC][0] of both windows. ``await_records`` there sees both codes and copies:
+``records`` [2, 36] has the header in words 0..31 and the counts in words 32..35 of row 0.
 """
 
 import triton
@@ -156,8 +156,8 @@ def await_records(
     """Awaits all records of the call and copies them where they stay.
 
     Args:
-        records: int32 [R, 32 + WORDS], written: header, then payload, of each rank whose record is there. Zeroed by the host before, KIND
-            tells which are, also when others are missing.
+        records: int32 [R, 32 + WORDS], written: header, then payload, of each rank whose record is there. Zeroed by the
+            host before, KIND tells which are, also when others are missing.
         state: int32 [programs, 8], the STATE words; zeros at first. Errors: ERROR_RECORD.
         polls: int32, looks at a code before a program gives up.
         The others: see :func:`publish`.

@@ -1,7 +1,8 @@
 """Values that are rounded or quantised, bit for bit as the CPU kernels do it (op_kernel/cpu/quantize.h has the definition).
 
-Example, int8: the row {2, -1, 0.5, 0} has amax 2 and scale 2 / 127 = 0.015748; divided by it {127, -63.5, 31.75, 0}, so q = {127, -64, 32, 0} (63.5 is a
-tie and goes to even). fp8_e4m3: scale 2 / 448 = 0.0044643, divided {448, -224, 112, 0}, so the bytes {0x7e, 0xf6, 0x6e, 0x00}.
+Example, int8: the row {2, -1, 0.5, 0} has amax 2 and scale 2 / 127 = 0.015748; divided by it {127, -63.5, 31.75, 0}, so q
+= {127, -64, 32, 0} (63.5 is a tie and goes to even). fp8_e4m3: scale 2 / 448 = 0.0044643, divided {448, -224, 112, 0}, so
+the bytes {0x7e, 0xf6, 0x6e, 0x00}.
 """
 
 import triton
@@ -12,15 +13,16 @@ import triton.language as tl
 def narrow(value, DTYPE: tl.constexpr, ROUND: tl.constexpr):
     """``value`` rounded to DTYPE once, to nearest even.
 
-    ROUND: True where a cast from float32 to bfloat16 truncates (the interpreter); then the bits are rounded first, and the cast is exact.
+    ROUND: True where a cast from float32 to bfloat16 truncates (the interpreter); then it is made of the bits.
     """
     if ROUND and DTYPE == tl.bfloat16:
         value = value.to(tl.float32)
         bits = value.to(tl.int32, bitcast=True)
-        even = (bits >> 16) & 1
-        rounded = ((bits + 0x7FFF + even) & -65536).to(tl.float32, bitcast=True)
-        value = tl.where(value == value, rounded, value)
-    return value.to(DTYPE)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # The carry could run over a NaN's bits.
+        return tl.where(value == value, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(DTYPE)
 
 
 @triton.jit

@@ -2,12 +2,13 @@
 
 A code is a block of 32 bytes, eight equal int32, written after what it guards. A reader takes it only when min == max == code.
 
-Two ways of writing and reading it, chosen by ``SYS``. True (GPUs): atomics of system scope, release and acquire; a plain store orders
-nothing there. False (Ascend, the interpreter, x86): a tile store behind a barrier and a volatile tile load; an atomic exchange
-is lost when lowered for Ascend, a scalar poll goes through the data cache and may never see a peer's write.
+Two ways of writing and reading it, chosen by ``SYS``. True (GPUs): atomics of system scope, release and acquire; a plain
+store orders nothing there. False (Ascend, the interpreter, x86): a tile store behind a barrier and a volatile tile load;
+an atomic exchange is lost when lowered for Ascend, a scalar poll goes through the data cache and may never see a peer's write.
 
-Example: rank 1 has written rows for call n = 5 (V large, so code 5) and calls ``signal(flag, 5)``: eight times 5 stand at ``flag`` in rank 0's
-window. ``poll(flag, 5, 5, polls=100)`` there returns 5 as soon as all eight are seen, and 0 if they aren't after 100 looks.
+Example: rank 1 has written rows for call n = 5 (V large, so code 5) and calls ``signal(flag, 5)``: eight times 5 stand at
+``flag`` in rank 0's window. ``poll(flag, 5, 5, polls=100)`` there returns 5 as soon as all eight are seen, and 0 if they
+aren't after 100 looks.
 """
 
 import triton
@@ -39,8 +40,19 @@ def signal(at, code, SYS: tl.constexpr):
 
 
 @triton.jit
+def look(block, SYS: tl.constexpr):
+    """One look at a block, pointers to eight int32, that another core or rank may be writing."""
+    if SYS:
+        value = tl.atomic_add(block, 0, sem="acquire", scope="sys")
+    else:
+        value = tl.load(block, volatile=True)
+    return value
+
+
+@triton.jit
 def poll(at, code, refusal, polls, SYS: tl.constexpr):
-    """Looks at a block until it holds ``code`` or ``refusal``, at most ``polls`` times. What comes after it is ordered behind it.
+    """Looks at a block until it holds ``code`` or ``refusal``, at most ``polls`` times. What comes after it is ordered
+    behind it.
 
     Args:
         at: pointer to int32. code, refusal, polls: int32, not 0; refusal may be code again.
@@ -52,10 +64,7 @@ def poll(at, code, refusal, polls, SYS: tl.constexpr):
     seen = 0
     left = polls
     while (seen == 0) & (left > 0):
-        if SYS:
-            value = tl.atomic_add(block, 0, sem="acquire", scope="sys")
-        else:
-            value = tl.load(block, volatile=True)
+        value = look(block, SYS)
         low = tl.min(value, 0)
         high = tl.max(value, 0)
         seen = tl.where((low == high) & ((low == code) | (low == refusal)), low, 0)

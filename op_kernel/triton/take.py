@@ -1,7 +1,7 @@
 """Await rows and take them: out of the own window what sources pushed, out of their windows what they left to be pulled.
 
-Example, call n = 3 (code 3): the entry {rank 0, row 10, 5 rows, group 2, out row 12} waits for code 3 at the row flags of rows 11, 13 and 14 (groups of two,
-the last one shorter), then copies rows 10..14 of the own slot to rows 12..16 of ``out``.
+Example, call n = 3 (code 3): the entry {rank 0, row 10, 5 rows, group 2, out row 12} waits for code 3 at the row flags of
+rows 11, 13 and 14 (groups of two, the last one shorter), then copies rows 10..14 of the own slot to rows 12..16 of ``out``.
 """
 
 import triton
@@ -99,8 +99,8 @@ def take(
     Args:
         windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the CALL words.
         out: [N, H] of the type that travels (int8 when quantised). scales: float32 [N, SCALES]. weights: [N].
-        work: int32 [entries, 8]: RANK the source, ROWS, ROW the first row in the own slot (of this wave), OUT the first row of ``out``, GROUP
-            how many rows share a flag, 0 all.
+        work: int32 [entries, 8]: RANK the source, ROWS, ROW the first row in the own slot (of this wave), OUT the first
+            row of ``out``, GROUP how many rows share a flag, 0 all.
         state: int32 [programs, 8], the STATE words; zeros at first. Errors: ERROR_ROWS.
         stride: int64, bytes from row to row in the window. scales_at, weight_at: int64, bytes from a row's begin.
         me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.

@@ -1,17 +1,18 @@
 """Waves: what goes round when some rank receives more rows than a slot holds.
 
-A rank that has taken a wave which isn't the last clears that wave's flags and then says how many waves it has read; a source writes rows of wave w > 0
-to an owner only after that owner has read w of them. The watermark counts only beside the call's code.
+A rank that has taken a wave which isn't the last clears that wave's flags and then says how many waves it has read; a
+source writes rows of wave w > 0 to an owner only after that owner has read w of them. The watermark counts only beside the
+call's code.
 
-Example, call n = 3 (code 3), two waves: rank 1 has taken wave 0. ``clear_flags`` zeroes the row flags of the rows it received, then ``say`` writes mark 1 and
-code 3 into wave cell [slot][DISPATCH_READ][1] of every rank that pushes to it; rank 0's ``hear`` returns when it sees code 3 there and a mark
-of at least 1.
+Example, call n = 3 (code 3), two waves: rank 1 has taken wave 0. ``clear_flags`` zeroes the row flags of the rows it
+received, then ``say`` writes mark 1 and code 3 into wave cell [slot][DISPATCH_READ][1] of every rank that pushes to it;
+rank 0's ``hear`` returns when it sees code 3 there and a mark of at least 1.
 """
 
 import triton
 import triton.language as tl
 
-from .signal import fill, leave, poll, resumed, signal, words_at
+from .signal import fill, leave, look, poll, resumed, signal, words_at
 from .words import (
     AT_ROW_FLAG,
     AT_ROW_FLAG_SLOT_STRIDE,
@@ -47,7 +48,8 @@ def clear_flags(windows, layout, call, rows, me, program0, programs):
 
     Args:
         windows: int64 [R], address of each window. layout: int64, ``WindowLayout.params()``. call: int64 [8], the CALL words.
-        rows: int32. me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share the work.
+        rows: int32. me: this rank. program0, programs: this launch's programs are program0, ... of ``programs`` that share
+            the work.
     """
     flags = tl.load(windows + me) + tl.load(layout + AT_ROW_FLAG)
     flags += tl.load(call + CALL_SLOT) * tl.load(layout + AT_ROW_FLAG_SLOT_STRIDE)
@@ -62,8 +64,8 @@ def say(
     """Writes how many waves this rank is through with, the mark before the code.
 
     Args:
-        listeners: int32 [R], not 0 for ranks that want to know. kind: int32, number of the watermark (docs/protocol.md). mark: int32, at
-            least 1. The others: see :func:`clear_flags`. SYS: see signal.py.
+        listeners: int32 [R], not 0 for ranks that want to know. kind: int32, number of the watermark (docs/protocol.md).
+            mark: int32, at least 1. The others: see :func:`clear_flags`. SYS: see signal.py.
     """
     code = tl.load(call + CALL_CODE).to(tl.int32)
     for r in range(tl.program_id(0) + program0, R, programs):
@@ -89,7 +91,8 @@ def hear(
     R: tl.constexpr,
     SYS: tl.constexpr,
 ):
-    """Awaits watermarks of at least ``mark``. Any programs; none of them may go on before all have returned: a launch of its own.
+    """Awaits watermarks of at least ``mark``. Any programs; none of them may go on before all have returned: a launch of
+    its own.
 
     Args:
         speakers: int32 [R], not 0 for ranks whose watermark is awaited.
@@ -112,10 +115,7 @@ def hear(
                 left = tl.where(seen == 0, 0, polls)
                 marks = words_at(at + tl.load(layout + AT_WAVE_MARK)) + i
                 while (heard == 0) & (left > 0):
-                    if SYS:
-                        value = tl.atomic_add(marks, 0, sem="acquire", scope="sys")
-                    else:
-                        value = tl.load(marks, volatile=True)
+                    value = look(marks, SYS)
                     low = tl.min(value, 0)
                     heard = tl.where((low == tl.max(value, 0)) & (low >= mark), 1, 0)
                     left -= 1

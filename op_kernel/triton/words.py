@@ -1,7 +1,7 @@
 """Numbers of what the host hands to every kernel: the layout's vector, a call, a program's state, entries of work lists.
 
-``layout`` (int64) is ``WindowLayout.params()``; the ``AT_`` numbers repeat its order, and a test compares them name by name. Records and
-cells are those of docs/protocol.md.
+``layout`` (int64) is ``WindowLayout.params()``; the ``AT_`` numbers repeat its order, and a test compares them name by
+name. Records and cells are those of docs/protocol.md.
 """
 
 import triton.language as tl
@@ -52,8 +52,8 @@ CALL_RECORD_SLOT = tl.constexpr(3)  # n mod NREC, which is also n mod NX
 CALL_CLEAR = tl.constexpr(4)  # 1: the codes of this slot are of the lap before (``clear``)
 CALL_WORDS = tl.constexpr(8)
 
-# ``state``: int32 [programs, 8], zeros before the first launch of a kernel. A kernel whose polls ran out can be launched again with the
-# same state (the host zeroes ERROR) and goes on where each program stopped.
+# ``state``: int32 [programs, 8], zeros before the first launch of a kernel. A kernel whose polls ran out can be launched
+# again with the same state (the host zeroes ERROR) and goes on where each program stopped.
 STATE_ERROR = tl.constexpr(0)  # one of the ERROR_ numbers
 STATE_PHASE = tl.constexpr(1)  # the phase the program is in
 STATE_ITEM = tl.constexpr(2)  # items of it that it has done
@@ -114,8 +114,8 @@ RECORD_FLAG_ROWS = tl.constexpr(21)
 RECORD_READ_LO = tl.constexpr(24)
 RECORD_READ_HI = tl.constexpr(25)
 RECORD_HEADER = tl.constexpr(32)  # words from a record's header to its payload
-# Words that all ranks must agree on in a fused call: KIND, GENERATION, EPOCH, HIDDEN, DTYPE, QUANT, WEIGHT_DTYPE, MODE, PAD, ALIGN, TAG,
-# ROUTING, as bits.
+# Words that all ranks must agree on in a fused call: KIND, GENERATION, EPOCH, HIDDEN, DTYPE, QUANT, WEIGHT_DTYPE, MODE,
+# PAD, ALIGN, TAG, ROUTING, as bits.
 RECORD_AGREE = tl.constexpr(
     sum(1 << word for word in (0, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 22, 23))
 )

@@ -1,4 +1,5 @@
-"""Ranks that are launches of Triton's kernels and nothing else, alone, in several processes a rank, and beside ranks in numpy."""
+"""Ranks that are launches of Triton's kernels and nothing else, alone, in several processes a rank, and beside ranks in
+numpy."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from rank_bodies.inputs import Inputs, Step, all_inputs, assert_bits, dtype_of, 
 from rank_bodies.numpy_rank_bodies import code_of, quantised, to_numpy, to_torch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-import triton_rank  # noqa: E402
-from triton_rank import ALL, KernelFailed, KernelRank, Memory, open_window, window_memory  # noqa: E402
+from triton_rank import KernelFailed, KernelRank, Memory, open_window, window_memory
+
+from moe_a2a.op_kernel.triton import take
 
 QUANTS = {None: Quant.NONE, "int8": Quant.INT8, "fp8_e4m3": Quant.FP8_E4M3}
 
@@ -114,7 +116,9 @@ def kernel_rank(ctx: RankContext, case: Case, **options: Any) -> KernelRank:
 def expected_of(step: Step, inputs: list[Inputs], experts: int, rank: int) -> tuple[Any, Any, list[Tensor]]:
     """What the oracle says: (received, combined, y of all ranks)."""
     xs, idxs = [i.x_TH for i in inputs], [i.idx_TK for i in inputs]
-    weights = None if step.weight_dtype is None else [i.weights_TK for i in inputs if i.weights_TK is not None]
+    weights = (
+        None if step.weight_dtype is None else [i.weights_TK for i in inputs if i.weights_TK is not None]
+    )
     received = reference.dispatch_reference(
         xs, idxs, experts, weights, align=step.align, quantize=step.quantize
     )
@@ -126,6 +130,12 @@ def expected_of(step: Step, inputs: list[Inputs], experts: int, rank: int) -> tu
     ]
     combined = reference.combine_reference(ys, idxs, experts, weights, align=step.align)
     return received[rank], combined[rank], ys
+
+
+def assert_sums(out: Tensor, expected: Tensor, what: str) -> None:
+    """Bit for bit, but one NaN is as good as another: torch's own kernels differ in it."""
+    assert torch.equal(out.isnan(), expected.isnan()), f"{what}: NaN elsewhere"
+    assert_bits(out.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0), what)
 
 
 def scales_like(scales_NS: Tensor, expected: Any) -> Tensor:
@@ -151,7 +161,7 @@ def exchange(ctx: RankContext, case: Case) -> int:
         if expected.weights_N is not None:
             assert_bits(got.weights_N, expected.weights_N, f"{what}: weights")
         out = node.combine(ys[node.me], got.handle, mine.weights_TK)
-        assert_bits(out, combined, f"{what}: out")
+        assert_sums(out, combined, f"{what}: out")
     ctx.barrier()
     return node.repeats
 
@@ -165,7 +175,10 @@ def pair_rows(ctx: RankContext, case: Case) -> None:
     _, _, ys = expected_of(step, inputs, case.experts, node.me)
     got = node.dispatch(mine.x_TH, mine.idx_TK)
     rows = node.combine(ys[node.me], got.handle, pairs=True)
-    alone = [replace(i, idx_TK=i.idx_TK.reshape(-1, 1), x_TH=i.x_TH.repeat_interleave(step.top_k, 0)) for i in inputs]
+    alone = [
+        replace(i, idx_TK=i.idx_TK.reshape(-1, 1), x_TH=i.x_TH.repeat_interleave(step.top_k, 0))
+        for i in inputs
+    ]
     want = reference.combine_reference(ys, [i.idx_TK for i in alone], case.experts)
     assert_bits(rows, want[node.me], f"rank {node.me}: rows of pairs")
     ctx.barrier()
@@ -235,7 +248,9 @@ def fused_calls(ctx: RankContext, case: Case, launches: tuple[int, ...], vector:
 
 
 def fused_judged(ctx: RankContext, case: Case) -> list[int]:
-    """A fused call whose rows don't fit, and one whose ranks disagree about H: every rank finds out before it has written a row."""
+    """A fused call whose rows don't fit, and one whose ranks disagree about H: every rank finds out before it has written
+    a row.
+    """
     node = kernel_rank(ctx, case)
     errors = []
     for step in case.steps:
@@ -271,7 +286,7 @@ def numpy_node(layout: WindowLayout, windows: list[Memory], rank: int) -> NumpyR
         layout.slots,
         True,
     )
-    views = [memoryview(window.bytes.numpy()).cast("B") for window in windows]
+    views = [window.bytes.numpy().data for window in windows]
     return NumpyRank(views, rank, made, numpy_rank.PORTABLE, 30.0, layout.code_max)
 
 
@@ -297,7 +312,9 @@ def mixed(ctx: RankContext, case: Case) -> None:
             got = kernels.dispatch(
                 mine.x_TH, mine.idx_TK, mine.weights_TK, quant=QUANTS[step.quantize], align=step.align
             )
-            x_NH, scales, weights_N = got.x_NH.view(expected.x_NH.dtype), got.scales_NS, got.weights_N
+            x_NH = got.x_NH.view(expected.x_NH.dtype)
+            scales: Tensor | None = got.scales_NS
+            weights_N: Tensor | None = got.weights_N
             out = kernels.combine(y_NH, got.handle, mine.weights_TK, fetched=True)
         else:
             time.sleep(ctx.rng.random() * case.delay_ms / 1e3)
@@ -337,8 +354,9 @@ def mixed(ctx: RankContext, case: Case) -> None:
             assert scales is not None
             assert_bits(scales_like(scales, expected), expected.scales, f"{what}: scales")
         if expected.weights_N is not None:
+            assert weights_N is not None
             assert_bits(weights_N, expected.weights_N, f"{what}: weights")
-        assert_bits(out, combined, f"{what}: out")
+        assert_sums(out, combined, f"{what}: out")
     ctx.barrier()
     if rank in case.numpy:
         node.detach()
@@ -370,7 +388,7 @@ def refused(ctx: RankContext, case: Case) -> int:
 
 def missing(ctx: RankContext, case: Case) -> list[int]:
     """Rank 1 never comes: rank 0's launches come back every time, and say who is missing."""
-    node = kernel_rank(ctx, case, patience=0.3)
+    node = kernel_rank(ctx, case, patience=2.0)
     (step,) = case.steps
     mine = all_inputs(step, case.experts)[node.me]
     found = [0, 0]
@@ -380,9 +398,52 @@ def missing(ctx: RankContext, case: Case) -> list[int]:
             raise AssertionError("rank 1's record came from nowhere")
         except KernelFailed as failed:
             found = [failed.error, failed.who]
-        assert node.repeats > 3
+        assert node.repeats > 0
     ctx.barrier()
     return found
 
 
-__all__ = ["ALL", "Case", "triton_rank"]
+# --------------------------------------------------------------------------------------------------------- one rank
+
+
+def exact_sums(ctx: RankContext) -> None:
+    """A sum of one -0.0 is -0.0, subnormals survive, and a value between two of bfloat16 goes to the even one."""
+    case = Case(experts=2, steps=(Step(tokens=(4,), top_k=2, hidden=6, dtype="bfloat16"),))
+    node = kernel_rank(ctx, case)
+    x_TH = torch.tensor([[-0.0], [9.18e-41], [1.0], [1.0078125]]).repeat(1, 6).bfloat16()
+    idx_TK = torch.tensor([[0, -1], [-1, 1], [0, 1], [1, 0]])
+    weights_TK = torch.tensor([[1.0, float("nan")], [float("nan"), 1.0], [1.0, 2.0**-8], [1.0, 2.0**-8]])
+    got = node.dispatch(x_TH, idx_TK, weights_TK)
+    out = node.combine(got.x_NH, got.handle, weights_TK)
+    (want,) = reference.combine_reference([got.x_NH], [idx_TK], 2, [weights_TK])
+    assert_bits(out, want, "sums")
+    assert torch.signbit(out[0]).all() and (out[1] != 0).all()
+    assert out[2, 0] == 1.0 and out[3, 0] == 1.015625
+
+
+def lying_list(ctx: RankContext, token: int) -> int:
+    """A source's token list names a token that isn't there: nothing is read for it, and the error says whose list it is."""
+    case = Case(experts=1, steps=(Step(tokens=(3,), top_k=1, hidden=8),))
+    node = kernel_rank(ctx, case)
+    listed = node.layout.token_list
+    node._windows[0].bytes[listed : listed + 8] = torch.tensor([1, token], dtype=torch.int32).view(
+        torch.uint8
+    )
+    out = torch.zeros(2, 8)
+    arguments: dict[str, Any] = {
+        "call": torch.zeros(8, dtype=torch.int64),
+        "sources": torch.tensor([[node.windows_R[0] + node.layout.x, 512, 3, 0]]),
+        "out": out,
+        "scales": torch.zeros(1),
+        "weights": torch.zeros(1),
+        "work": node.work([(0, 0, 2)]),
+        "entries": 1,
+        "scales_at": 0,
+    }
+    constants = {"H": 8, "SCALES": 0, "SCALES_P": 1, "WEIGHTED": False, "BR": 2, "BH": 8}
+    try:
+        node.run(take.pull, arguments, constants)
+    except KernelFailed as failed:
+        assert failed.who == 0 and not out.any()
+        return failed.error
+    return 0
