@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import errors
 from .op_host import native, transport
-from .op_host.heap import HeapUnavailable, SharedMemoryHeap, SymmetricHeap
+from .op_host.heap import HeapUnavailable, SharedMemoryHeap, SymmetricHeap, TorchSymmetricHeap
 from .op_host.layout import (
     CODE_DTYPES,
     DTYPE_CODES,
@@ -29,6 +29,7 @@ from .op_host.layout import (
 )
 from .op_host.meeting import Meeting
 from .op_host.tiling import PROTOCOLS, cpu_tiling, may_push
+from .op_host.transport import DEVICES
 from .reference import CollectiveExchange, Exchange, Limits
 
 if TYPE_CHECKING:
@@ -146,8 +147,9 @@ class EPGroup:
         warmup_timeout: the same, until a peer's first call.
         record_format: "auto", "compact", "portable" or "line" (see docs/protocol.md).
         kernels: what moves this rank's rows: "cpu" (C++), "triton" (Triton kernels, which for CPU tensors need
-            TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++. May differ between ranks. A group
-            with a Triton rank has the portable format and the memory for pushing; a Triton rank always pushes.
+            TRITON_INTERPRET=1 in the environment before Python starts) or "auto": C++, and Triton where the windows are on
+            devices. May differ between ranks. A group with a Triton rank has the portable format and the memory for
+            pushing; a Triton rank always pushes.
         protocol: who moves rows: "pull" (whoever needs them), "push" (whoever has them) or "auto": by size, as the table in
             ``op_host/tiling.py`` says, which on a CPU is pull at every size. Push needs more memory; asynchronous dispatches
             pull in any case.
@@ -194,10 +196,11 @@ class EPGroup:
         meeting = Meeting(group, rank, world_size)
         self.rank, self.world_size = rank, world_size
         self._launcher: Launcher | None = None
-        triton_ranks = [peer for peer, kind in enumerate(meeting.gather(kernels)) if kind == "triton"]
+        kinds = meeting.gather("triton" if transport in DEVICES and kernels == "auto" else kernels)
+        triton_ranks = [peer for peer, kind in enumerate(kinds) if kind == "triton"]
 
         def checked() -> tuple[_Config, WindowLayout]:
-            self._launcher = _check_kernels(kernels, rank)
+            self._launcher = _check_kernels(kernels, transport, rank)
             return _check_arguments(
                 rank,
                 world_size,
@@ -252,12 +255,8 @@ class EPGroup:
         if config.transport == "collective":
             self._make_exchange(config)
             return transport.collective("asked for")
-        if config.transport in ("cuda", "hip"):
-            reasons = meeting.gather(transport.missing(config.transport) or "EPGroup has no launcher for it")
-            raise errors.TransportUnavailable(
-                f"moe_a2a.EPGroup: transport {config.transport} can't be had: "
-                + "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons))
-            )
+        if config.transport in DEVICES:
+            return self._use_devices(meeting, config)
         try:
             heap = SharedMemoryHeap(meeting, self.layout)
         except HeapUnavailable as unavailable:
@@ -281,6 +280,35 @@ class EPGroup:
             semantics="one-sided put + signal",
             submitter=f"Triton kernels ({self._launcher.machine.name})",
         )
+
+    def _use_devices(self, meeting: Meeting, config: _Config) -> transport.Transport:
+        """Windows in the memory of this rank's device, and kernels that run there."""
+        name = config.transport
+
+        def reach() -> tuple[torch.device, Launcher]:
+            reason = transport.missing(name)
+            if reason:
+                raise errors.TransportUnavailable(reason)
+            from .op_host.triton.launch import launcher_for
+
+            device = transport.device_of(name)
+            return device, launcher_for(device)
+
+        reached = meeting.attempt(reach)
+        try:
+            if reached.failures:
+                raise HeapUnavailable(reached.why)
+            assert reached.value is not None
+            device, self._launcher = reached.value
+            heap = TorchSymmetricHeap(meeting, self.layout, device)
+        except HeapUnavailable as unavailable:
+            raise errors.TransportUnavailable(
+                f"moe_a2a.EPGroup: transport {name} can't be had: {unavailable}"
+            ) from None
+        self.kernels = "triton"
+        self._make_triton(meeting, config, heap, self._launcher)
+        reason = f"asked for; all {meeting.world_size} ranks' memory is mapped on {device}"
+        return transport.DESCRIPTIONS[name](f"{reason}; {self._launcher.explain()}")
 
     def _make_exchange(self, config: _Config) -> None:
         self._exchange = CollectiveExchange(
@@ -545,12 +573,19 @@ def _end(name: str, heap: SymmetricHeap) -> None:
 KERNELS = ("auto", "cpu", "triton")
 
 
-def _check_kernels(kernels: str, rank: int) -> Launcher | None:
-    """What launches this rank's kernels; None for C++."""
+def _check_kernels(kernels: str, transport_name: str, rank: int) -> Launcher | None:
+    """What launches this rank's kernels on CPU tensors; None for C++, and on devices, which are looked for later."""
     if kernels not in KERNELS:
         raise errors.BadValue(
             f"moe_a2a.EPGroup: kernels = {kernels!r} on rank {rank}; expected one of {', '.join(KERNELS)}"
         )
+    if transport_name in DEVICES:
+        if kernels == "cpu":
+            raise errors.BadValue(
+                f"moe_a2a.EPGroup: kernels = 'cpu' on rank {rank}, and transport = {transport_name!r} has its windows on "
+                "devices; expected kernels = 'auto' or 'triton'"
+            )
+        return None
     if kernels != "triton":
         return None
     from .op_host.triton.launch import launcher_for
@@ -623,7 +658,7 @@ def _check_arguments(
         asked = {
             "record_format": (record_format, ("auto", "portable")),
             "protocol": (protocol, ("auto", "push")),
-            "transport": (transport_name, ("auto", "cpu-shm")),
+            "transport": (transport_name, ("auto", "cpu-shm", *DEVICES)),
         }
         for name, (value, allowed) in asked.items():
             if value not in allowed:

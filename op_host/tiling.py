@@ -113,28 +113,30 @@ TARGETS: dict[str, Target] = {
 Phase = Literal["copy", "quantise", "sum"]
 MOST_ROWS = 128  # of a tile of a product, and of what one program moves between two barriers
 MOST_COLUMNS = 128  # of a tile of a product, and of its operands; wider ones leave no room for a deep k
-LEAST_COLUMNS = 64  # rather fewer rows than narrower ones
+LEAST_COLUMNS = (
+    128  # rather fewer rows than narrower ones; sm_90 spilled registers at 128 rows and 64 columns
+)
 
 
-def live_bytes(phase: Phase, itemsize: int) -> int:
+def live_bytes(target: Target, phase: Phase, itemsize: int) -> int:
     """Bytes that a program holds for each element of its tile.
 
-    ========  ==========================================================================
-    copy      one tile on its way in, one on its way out
-    quantise  the same in, widened, scaled, rounded; one byte a value, two on their way out
-    sum       a row's tile on its way in while one is summed; widened, times its weight,
-              the sum and the next sum; the result on its way out
-    ========  ==========================================================================
+    ========  ===================================================  ==============================
+    phase     GPU, counted                                         Ascend, as the compiler lays it out
+    ========  ===================================================  ==============================
+    copy      a tile on its way in, one on its way out             twice that where rows are gathered
+    quantise  the same in, widened, scaled, rounded; bytes out     measured: masks and divisions take most
+    sum       a row's tile in, one being summed, widened, times    twelve wide tiles, masks included
+              its weight, the sum and the next; the result out
+    ========  ===================================================  ==============================
 
-    >>> live_bytes("copy", 2), live_bytes("quantise", 2), live_bytes("sum", 2)
-    (4, 18, 22)
+    >>> [live_bytes(TARGETS["sm_90"], phase, 2) for phase in ("copy", "quantise", "sum")]
+    [4, 18, 22]
     """
     wide = max(4, itemsize)
-    return {
-        "copy": 2 * itemsize,
-        "quantise": 2 * itemsize + 3 * 4 + 2,
-        "sum": 2 * itemsize + 4 * wide + itemsize,
-    }[phase]
+    if target.ascend:
+        return {"copy": 4 * itemsize, "quantise": 256, "sum": 12 * wide}[phase]
+    return {"copy": 2 * itemsize, "quantise": 2 * itemsize + 3 * 4 + 2, "sum": 3 * itemsize + 4 * wide}[phase]
 
 
 def row_tile(target: Target, phase: Phase, *, hidden: int, itemsize: int, rows: int) -> tuple[int, int]:
@@ -144,16 +146,17 @@ def row_tile(target: Target, phase: Phase, *, hidden: int, itemsize: int, rows: 
         hidden: H. itemsize: bytes of an element of x or y.
         rows: how many a program has to move or sum, about; more in a tile would leave other programs idle.
 
-    >>> row_tile(TARGETS["910B"], "copy", hidden=7168, itemsize=2, rows=100)  # 192 KB / 4 bytes = 6 rows of 8192 columns
-    (4, 8192)
-    >>> row_tile(TARGETS["910B"], "sum", hidden=7168, itemsize=2, rows=100)  # 192 KB / 22 bytes = 8937 elements
-    (1, 8192)
+    >>> row_tile(TARGETS["910B"], "copy", hidden=7168, itemsize=2, rows=100)  # 192 KB / 8 bytes = 3 rows of 8192 columns
+    (2, 8192)
+    >>> row_tile(TARGETS["910B"], "sum", hidden=7168, itemsize=2, rows=100)  # 192 KB / 48 bytes = 2 rows of 2048
+    (2, 2048)
     >>> row_tile(TARGETS["910B"], "copy", hidden=64, itemsize=2, rows=100)
     (128, 64)
     """
-    room = target.vector // live_bytes(phase, itemsize)
-    columns = min(_at_least(hidden), _at_most(room))
-    return min(_at_least(rows), _at_most(room // columns), MOST_ROWS), columns
+    least = 2 if target.ascend else 1  # a tile of one row that is gathered doesn't lower
+    room = target.vector // live_bytes(target, phase, itemsize)
+    columns = min(_at_least(hidden), _at_most(room // least))
+    return max(least, min(_at_least(rows), _at_most(room // columns), MOST_ROWS)), columns
 
 
 def product_tile(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from . import heap, tiling
 
 NAMES = ("auto", "cpu-shm", "cuda", "hip", "collective")
+DEVICES = ("cuda", "hip")  # whose windows lie in a device's memory
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ DESCRIPTIONS: dict[str, Callable[[str], Transport]] = {
 }
 
 
+def device_of(name: str) -> torch.device:
+    """The device in whose memory this rank's window lies, for one of DEVICES: torch's current one."""
+    return torch.device("cuda", torch.cuda.current_device())  # ROCm's too
+
+
 def missing(name: str) -> str:
     """Why this process can't have a transport; "" when nothing here stands against it.
 
@@ -123,14 +129,14 @@ def missing(name: str) -> str:
         return "" if dist.is_available() else "this torch was built without torch.distributed"
     if name == "npu":
         return "not implemented yet: op_host/heap.py has no heap over Ascend's symmetric memory"
-    if name not in ("cuda", "hip"):
+    if name not in DEVICES:
         raise ValueError(f"there is no transport {name!r}; there are {', '.join(DESCRIPTIONS)}")
     build = torch.version.hip if name == "hip" else torch.version.cuda
     if build is None:
         return f"torch {torch.__version__} isn't a build for {'ROCm' if name == 'hip' else 'CUDA'}"
     if not torch.cuda.is_available():
         return "torch sees no GPU here"
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(name)
     try:
         tiling.target_of(device)
     except ValueError as unknown:

@@ -6,8 +6,11 @@ is everything but torch's own part: a stand-in with torch's calls hands out shar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from lanes import slow
 from pool import RankPool
 from rank_bodies import heap
 
@@ -50,6 +53,28 @@ def test_torch_symmetric_memory_that_cannot_be_had(
     assert first.startswith(kind)
     for sentence in sentences:
         assert sentence in first
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[RankPool]:
+    """Two ranks whose Triton kernels are interpreted."""
+    ranks = RankPool(2, env={"TRITON_INTERPRET": "1"})
+    yield ranks
+    problems = ranks.close()
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("kernels", ["auto", slow("triton")])
+def test_a_group_on_devices(interpreting: RankPool, kernels: str) -> None:
+    for described in interpreting.run(2, heap.group_on_devices, kernels):
+        assert described.startswith(
+            "cuda: asked for; all 2 ranks' memory is mapped on cpu; rows moved by Triton"
+        )
+
+
+def test_cpp_kernels_cannot_move_rows_of_devices(pool: RankPool) -> None:
+    for rank, text in enumerate(pool.run(2, heap.cpu_kernels_on_devices)):
+        assert f"kernels = 'cpu' on rank {rank}" in text and "expected kernels = 'auto' or 'triton'" in text
 
 
 def test_no_room_has_the_numbers(pool: RankPool) -> None:

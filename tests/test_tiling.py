@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -27,13 +28,14 @@ def test_row_tiles_fit_and_are_no_smaller_than_they_must_be(name: str, phase: Ph
     target = TARGETS[name]
     for hidden, rows, itemsize in itertools.product(HIDDEN, ROWS, (1, 2, 4, 8)):
         height, width = row_tile(target, phase, hidden=hidden, itemsize=itemsize, rows=rows)
-        live = tiling.live_bytes(phase, itemsize)
+        live = tiling.live_bytes(target, phase, itemsize)
         assert power_of_two(height) and power_of_two(width)
         assert height * width * live <= target.vector, (hidden, rows, itemsize)
         # Twice as wide would hold nothing more, or wouldn't fit; so would twice as high.
-        assert width >= hidden or 2 * width * live > target.vector
+        least = 2 if target.ascend else 1
+        assert width >= hidden or 2 * width * least * live > target.vector
         assert height >= min(rows, tiling.MOST_ROWS) or 2 * height * width * live > target.vector
-        assert width < 2 * hidden and height < 2 * max(rows, 1)
+        assert width < 2 * hidden and least <= height <= max(least, 2 * rows - 1)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -64,6 +66,18 @@ def test_what_was_measured() -> None:
         "sm_90": (64, 128, 64),
         "gfx942": (32, 64, 64),
     }
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "op_host" / "README.md").read_text()
+    for name, target in TARGETS.items():
+        tiles = [
+            "{} x {}".format(*row_tile(target, phase, hidden=7168, itemsize=2, rows=32))
+            for phase in get_args(Phase)
+        ]
+        m, n, k = product_tile(target, hidden=7168, intermediate=2048, itemsize=2, rows=32)
+        cells = [name, target.vector, target.operands, target.sums, *tiles, f"{m}, {n}, {k}"]
+        assert f"| {' | '.join(map(str, cells))} |" in readme
 
 
 def test_the_docstrings_are_right() -> None:

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from pool import RankContext
 
+import moe_a2a
 from moe_a2a import errors
 from moe_a2a.op_host import heap as heap_module
-from moe_a2a.op_host import native
+from moe_a2a.op_host import native, transport
 from moe_a2a.op_host.heap import HeapUnavailable, SharedMemoryHeap, SymmetricHeap, TorchSymmetricHeap
 from moe_a2a.op_host.layout import MAGIC, HeaderWord, WindowLayout, window_layout
 from moe_a2a.op_host.meeting import Meeting
-from rank_bodies.windows import no_entry
+from rank_bodies.windows import SIZES, check_step, no_entry
 
 CPU = torch.device("cpu")
 
@@ -186,4 +187,35 @@ def no_room(ctx: RankContext) -> str:
             SharedMemoryHeap(meeting(ctx), layout(ctx))
         except errors.OutOfMemory as error:
             return str(error)
+    return "made"
+
+
+def group_on_devices(ctx: RankContext, kernels: str) -> str:
+    """A group with transport "cuda": everything of it but the device, which the interpreter and shared memory stand in for."""
+    before = held()
+    stand_in = StandIn(ctx, "")
+    with (
+        _replaced("_symmetric_memory", lambda device: stand_in),
+        mock.patch.object(transport, "missing", lambda name: ""),
+        mock.patch.object(transport, "device_of", lambda name: CPU),
+    ):
+        group = moe_a2a.EPGroup(ctx.process_group, **SIZES, transport="cuda", kernels=kernels)
+    assert isinstance(group.heap, TorchSymmetricHeap) and group.kernels == "triton"
+    for seed in range(3):
+        check_step(ctx, group, seed)
+    described = f"{group.transport.name}: {group.transport.reason}"
+    ctx.barrier()
+    group.close()
+    assert group.heap is None
+    del stand_in.own
+    del group
+    assert held() == before
+    return described
+
+
+def cpu_kernels_on_devices(ctx: RankContext) -> str:
+    try:
+        moe_a2a.EPGroup(ctx.process_group, **SIZES, transport="cuda", kernels="cpu")
+    except errors.BadValue as error:
+        return str(error)
     return "made"
