@@ -608,7 +608,7 @@ def experts_that_fail(ctx: RankContext, changes: dict[str, Any]) -> tuple[Caught
         return real(rows, *rest)
 
     def calls() -> int:
-        return group.stats()["epoch"] if group._exchange is None else group._exchange._epoch
+        return int(group.stats()["epoch"] if group._exchange is None else group._exchange._epoch)
 
     before = calls()
     with pytest.MonkeyPatch.context() as patch:
