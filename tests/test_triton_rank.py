@@ -23,10 +23,9 @@ import test_gradients
 import test_moe
 import test_options
 import test_parity
-import test_wrap
 import torch
 from pool import RankPool, address_of
-from rank_bodies import cases, cases_de, errors, gradients, moe_bodies, triton_ranks
+from rank_bodies import cases, cases_de, errors, gradients, moe_bodies, options, triton_ranks, wrap
 from rank_bodies import steps as bodies
 from rank_bodies.inputs import GroupSpec, Step
 from rank_bodies.moe_bodies import Layer
@@ -172,9 +171,7 @@ def orders(pool: RankPool, depth: int, order: str) -> None:
 
 
 def wrap_of(pool: RankPool, ranks: int, code_max: int, first: int, depth: int, count: int) -> None:
-    pool.run(
-        ranks, test_wrap.wrap.across_the_wrap, "portable", "push", code_max, first, depth, count, timeout=100
-    )
+    pool.run(ranks, wrap.across_the_wrap, "portable", "push", code_max, first, depth, count, timeout=100)
 
 
 def waves(pool: RankPool, ranks: int, rows: int) -> None:
@@ -322,12 +319,14 @@ ERRORS: dict[str, Case] = {
         )
     },
     **{
-        f"combine: {case[0]}": lambda pool, case=case, rank=rank: test_errors.test_bad_y(pool, *case, rank)  # type: ignore[misc]
+        f"combine: {case[0]}": lambda pool, case=case, rank=rank: test_errors.test_bad_y(  # type: ignore[misc]
+            pool, case[0], case[1], case[2], rank
+        )
         for rank, case in enumerate((test_errors.BAD_Y[0], test_errors.BAD_Y[4]))
     },
     **{
         f"combine: {case[0]}": lambda pool, case=case, rank=rank: (  # type: ignore[misc]
-            test_errors.test_bad_combine_weights(pool, *case, rank)
+            test_errors.test_bad_combine_weights(pool, case[0], case[1], case[2], rank)
         )
         for rank, case in zip((0, 2), (test_errors.BAD_W[0], test_errors.BAD_W[3]), strict=True)
     },
@@ -337,16 +336,14 @@ ERRORS: dict[str, Case] = {
     ),
     "combined twice, or too late": lambda pool: test_errors.test_handle_expires(pool, 3),
     "pad too small": lambda pool: pool.run(
-        2, test_options.options.pad_too_small, test_options.SPECS["waves"], 16, 1, False
+        2, options.pad_too_small, test_options.SPECS["waves"], 16, 1, False
     ),
     "options differ": lambda pool: pool.run(
-        3, test_options.options.mismatch, GroupSpec(4, 2, 16, 8), "other routing", False
+        3, options.mismatch, GroupSpec(4, 2, 16, 8), "other routing", False
     ),
-    "quantize differs": lambda pool: pool.run(
-        2, test_options.options.mismatch, GroupSpec(4, 2, 16, 8), "scheme", False
-    ),
+    "quantize differs": lambda pool: pool.run(2, options.mismatch, GroupSpec(4, 2, 16, 8), "scheme", False),
     "bad options": lambda pool: pool.run(
-        3, test_options.options.bad_option, GroupSpec(4, 2, 16, 8), "ids written to", False, 1
+        3, options.bad_option, GroupSpec(4, 2, 16, 8), "ids written to", False, 1
     ),
     "swapped layers": lambda pool: test_cases_de.test_38c_swapped_layers(pool, {}),
     "aborts in flight": lambda pool: test_cases_de.test_aborts_among_calls_in_flight(pool, {}, 2),
@@ -386,7 +383,7 @@ RECORDS: list[tuple[str, int, str]] = [
 def test_a_record_that_makes_no_sense(interpreted: RankPool, word: str, value: int, says: str) -> None:
     """Rank 0 is Triton's; where x is concerned it reads what a C++ rank has written, which alone has an x to be pulled."""
     playing = Playing(interpreted, "TC")
-    text = playing.run(2, test_wrap.wrap.spoiled_record, "portable", word, value)[0]
+    text = playing.run(2, wrap.spoiled_record, "portable", word, value)[0]
     assert "rank 1" in text and says in text, text
 
 
@@ -396,7 +393,7 @@ def test_a_record_that_makes_no_sense(interpreted: RankPool, word: str, value: i
 )
 def test_a_cell_that_makes_no_sense(interpreted: RankPool, word: str, value: int, says: str) -> None:
     playing = Playing(interpreted, "TC")
-    text = playing.run(2, test_wrap.wrap.spoiled_cell, "portable", word, value)[0]
+    text = playing.run(2, wrap.spoiled_cell, "portable", word, value)[0]
     assert "rank 1" in text and says in text, text
 
 

@@ -34,7 +34,7 @@ def counted() -> Iterator[Counter[str]]:
         launch(self, kernel, *args)
         launches[kernel.__name__] += 1
 
-    TritonLauncher.launch = counting  # type: ignore[method-assign]
+    TritonLauncher.launch = counting  # type: ignore[method-assign, assignment]
     try:
         yield launches
     finally:
