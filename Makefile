@@ -69,7 +69,8 @@ $(VENV)/transformers-%/.ready: | $(VENV)/.ready
 	@echo "== setting up $(@D): transformers $* (half a minute)"
 	$(BIN)/python -m venv --clear --without-pip $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > $$($(@D)/bin/python -c '$(SITE)')/above.pth
-	$(PIP) --python $(@D)/bin/python install transformers==$*
+	$(PIP) --python $(@D)/bin/python install transformers==$* psutil
+	$(PIP) --python $(@D)/bin/python install --no-deps accelerate
 	@touch $@
 
 transformers-setup: $(NEWEST)/.ready $(OLDER)/.ready

@@ -83,6 +83,13 @@ def test_any_number_of_experts(four: RankPool, experts: int, norm_topk_prob: boo
 
 
 @pytest.mark.ep_implementation
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_at_load(two: RankPool, tmp_path: Path, family: str) -> None:
+    hf.save_tiny(str(tmp_path), family)
+    assert "fused operator" in two.run(2, hf.loaded_family, str(tmp_path))[0]
+
+
+@pytest.mark.ep_implementation
 @pytest.mark.parametrize("mesh", hf.MESHES)
 def test_at_load(four: RankPool, tmp_path: Path, mesh: str) -> None:
     hf.save_tiny(str(tmp_path), "mixtral")
@@ -130,8 +137,9 @@ def test_options(two: RankPool) -> None:
     two.run(2, hf.options)
 
 
-def test_modes_and_growing_batches(two: RankPool) -> None:
-    two.run(2, hf.modes)
+@pytest.mark.parametrize("transport", ["cpu-shm", "collective"])
+def test_modes_and_growing_batches(two: RankPool, transport: str) -> None:
+    two.run(2, hf.modes, transport)
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
@@ -145,8 +153,15 @@ def test_compiled_model(two: RankPool, backend: str) -> None:
     two.run(2, hf.compiled_model, family, backend, timeout=150)
 
 
-def test_compiled_layer_with_any_number_of_tokens(two: RankPool) -> None:
-    two.run(2, hf.compiled_layer, timeout=150)
+@pytest.mark.parametrize("activation", ["silu", "tanh"])
+def test_compiled_layer_with_any_number_of_tokens(two: RankPool, activation: str) -> None:
+    two.run(2, hf.compiled_layer, activation, timeout=150)
+
+
+@pytest.mark.ep_implementation
+def test_compiled_at_load(two: RankPool, tmp_path: Path) -> None:
+    hf.save_tiny(str(tmp_path), "mixtral")
+    two.run(2, hf.compiled_at_load, str(tmp_path), timeout=150)
 
 
 def test_refusals(two: RankPool) -> None:

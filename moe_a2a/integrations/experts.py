@@ -191,6 +191,15 @@ class Windows:
         group = self.process_group
         return group.get_group() if isinstance(group, DeviceMesh) else group
 
+    def configure(self, max_tokens: int | None, recompute: bool | None, options: dict[str, Any]) -> None:
+        """Takes what isn't None; other options take another group, which the next call makes."""
+        self.max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        self.recompute = self.recompute if recompute is None else recompute
+        if options and self.group is not None:
+            self._outgrown.append(self.group)
+            self.group = None
+        self.options.update(options)
+
     def tag(self) -> str:
         """A name for the next layer; the same on all ranks, as layers are made in the model's order."""
         self.layers += 1

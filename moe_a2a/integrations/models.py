@@ -43,7 +43,7 @@ def convert(
     same_batch: DeviceMesh | None = None,
     max_tokens: int | None = None,
     top_k: int | None = None,
-    recompute: bool = False,
+    recompute: bool | None = None,
     **options: Any,
 ) -> Model:
     """Spreads the experts of a loaded model over ranks, in place. Every rank passes the same model and arguments.
@@ -66,7 +66,7 @@ def convert(
             torch.compile can trace the model; without it by the first forward. More tokens, in a forward that isn't compiled,
             make a larger group.
         top_k: K, where the model's configuration doesn't tell it; needed with max_tokens only.
-        recompute: keep nothing for backward but x, as in :func:`moe_a2a.moe`.
+        recompute: keep nothing for backward but x, as in :func:`moe_a2a.moe`; None leaves it as it is, at first False.
         options: of :class:`moe_a2a.EPGroup`, such as ``transport`` or ``timeout``.
 
     Returns:
@@ -92,10 +92,7 @@ def convert(
     if hasattr(model, "save_pretrained") and not any(layer.placed == AT_LOAD for _, layer in _layers(model)):
         vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
     for windows in made.values():
-        windows.recompute = recompute
-        windows.options.update(options)
-        if max_tokens is not None:
-            windows.max_tokens = max_tokens
+        windows.configure(max_tokens, recompute, options)
     if max_tokens is not None:
         done: set[int] = set()
         for name, experts in model.named_modules():
@@ -248,6 +245,8 @@ def explain(model: nn.Module, file: TextIO | None = None) -> None:
         layer = getattr(module, LAYER, None)
         if layer is not None:
             print(f"{name}: {layer.describe()}", file=out)
+        elif follows_interface(module) and "forward" in vars(module):
+            print(f"{name}: spread by something else than moe_a2a", file=out)
         elif follows_interface(module):
             recipe = read_recipe(module)
             would = f"own experts, since {recipe.why}" if recipe.why else f"the fused operator ({recipe})"
