@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pool import RankPool
-from rank_bodies import hf
+from rank_bodies import hf, hf_docs
 from tiny_models import FAMILIES
 
 pytestmark = pytest.mark.transformers
@@ -166,3 +166,15 @@ def test_compiled_at_load(two: RankPool, tmp_path: Path) -> None:
 
 def test_refusals(two: RankPool) -> None:
     two.run(2, hf.refusals)
+
+
+@pytest.mark.ep_implementation
+@pytest.mark.parametrize("optimizer", [hf_docs.SGD, hf_docs.ADAM], ids=["SGD", "Adam"])
+def test_the_recipe_of_the_docs(four: RankPool, tmp_path: Path, optimizer: str) -> None:
+    one, saved = str(tmp_path / "one"), str(tmp_path / "saved")
+    hf.save_tiny(one, "qwen3_moe")
+    four.run(4, hf_docs.recipe, one, saved, optimizer, timeout=200)
+
+
+def test_an_optimizer_made_before(two: RankPool) -> None:
+    two.run(2, hf_docs.optimizer_made_before)
