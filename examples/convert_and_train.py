@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> str:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step + 1) % 10 == 0:
-            print(f"step {step + 1}: loss {float(loss):.3f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     after = loss_of(model, text)
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from as_user import run_as_user
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-LIMIT = 200.0
+LIMIT = 230.0
 
 
 def verdict(printed: str) -> str:
@@ -27,6 +29,7 @@ def verdict(printed: str) -> str:
 
 
 @pytest.mark.transformers
+@pytest.mark.ep_implementation  # with an older version it would say nothing more
 def test_generate_starts_its_ranks(tmp_path: Path) -> None:
     code, printed = run_as_user(tmp_path, str(ROOT / "examples/transformers_generate.py"), limit=LIMIT)
     assert code == 0, printed
@@ -48,6 +51,7 @@ def test_generate_at_load_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.transformers
+@pytest.mark.ep_implementation  # as above
 def test_convert_and_train(tmp_path: Path) -> None:
     out = tmp_path / "trained"
     code, printed = run_as_user(
@@ -63,11 +67,16 @@ def test_convert_and_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.transformers
-def test_an_untrained_model_is_not_verified(tmp_path: Path) -> None:
-    code, printed = run_as_user(
-        tmp_path, str(ROOT / "examples/convert_and_train.py"), "--steps", "0", limit=LIMIT
-    )
-    assert code != 0 and "NOT verified: rank 0: ValueError: the loss was " in printed, printed
+def test_an_untrained_model_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    program = importlib.import_module("convert_and_train")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"the loss was 5\.\d+ and is 5\.\d+"):
+            program.main(argparse.Namespace(steps=0, out=None))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.transformers
