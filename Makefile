@@ -9,6 +9,7 @@
 #   make lint       ruff and mypy
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
+#   make ascend-check   lowers every Triton kernel for Ascend 910B, 910_93 and 950 and checks what the compiler made of it
 #   make model      checks the protocol's model, all of it (Debian: apt-get install spin gcc libc6-dev); `make model-short`: minutes
 #   make test-long  what `make test` leaves away: most of the products of many options, and what takes minutes or tens of GB
 #
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_host/cpu/*)
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
-.PHONY: demo train test test-long bench bench-protocol bench-moe bench-short lint format aarch64-check aarch64-test model model-short wheel clean setup
+.PHONY: demo train test test-long bench bench-protocol bench-moe bench-short lint format aarch64-check aarch64-test ascend-check model model-short wheel clean setup
 
 setup: $(VENV)/.ready
 
@@ -96,6 +97,25 @@ aarch64-test: $(VENV)/.ready
 	@command -v $(AARCH64_RUN) >/dev/null || { echo "make: $(AARCH64_RUN) not found (Debian: apt-get install qemu-user)"; exit 1; }
 	$(BIN)/python tests/thread_ranks.py --cxx $(AARCH64_CXX) --flags=-static --under $(AARCH64_RUN)
 
+# triton-ascend takes the module name triton for itself, so it lives in an environment of its own; there is no torch in it.
+# Its packages are named in op_host/ascend/lower.py too. They are there for Python 3.10 and 3.11.
+ASCEND_VENV ?= .venv-ascend
+ASCEND_PYTHON ?= $(PYTHON)
+ASCEND_BIN := $(ASCEND_VENV)/bin
+ASCEND_PACKAGES := triton-ascend==3.2.0 ascendnpu-ir==1.2.0 pybind11
+$(ASCEND_VENV)/.ready: Makefile
+	@$(ASCEND_PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 12))' || { echo "make: $(ASCEND_PYTHON) is neither 3.10 nor 3.11, for which triton-ascend 3.2.0 is built; run: make ascend-check ASCEND_PYTHON=python3.11"; exit 1; }
+	@echo "== setting up $(ASCEND_VENV): $(ASCEND_PACKAGES), once (half a minute; 0.7 GB)"
+	$(ASCEND_PYTHON) -m venv --clear $(ASCEND_VENV)
+	$(ASCEND_BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps $(ASCEND_PACKAGES)
+	$(ASCEND_BIN)/python -m pip --disable-pip-version-check install --quiet pytest
+	@touch $@
+
+# The seeded faults first: what the table says is worth as much as they find.
+ascend-check: $(ASCEND_VENV)/.ready
+	PYTHONPATH=$(CURDIR) $(ASCEND_BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/ascend
+	PYTHONPATH=$(CURDIR) $(ASCEND_BIN)/python -m moe_a2a.ascend_lint
+
 model:
 	$(PYTHON) docs/model/run.py --lane all
 
@@ -106,4 +126,4 @@ wheel: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info moe_a2a/*.so demo_out train_out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(ASCEND_VENV) build dist *.egg-info moe_a2a/*.so demo_out train_out .pytest_cache .ruff_cache .mypy_cache

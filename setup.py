@@ -58,6 +58,7 @@ setup(
     packages=[
         "moe_a2a",
         "moe_a2a.op_host",
+        "moe_a2a.op_host.ascend",
         "moe_a2a.op_kernel",
         "moe_a2a.op_kernel.triton",
     ],

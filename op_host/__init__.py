@@ -6,6 +6,7 @@
 ``window.py``      memfd windows: create, pass between processes, map, prefault
 ``transport.py``   probe, describe, agree, choose
 ``native.py``      the compiled library as seen from Python: control calls, failures
+``ascend/``        Triton kernels lowered for Ascend without CANN, and the rules their IR is checked by
 ``cpu/``           C++: the group object and the torch bindings of the CPU kernels
 =================  ==========================================================================================
 """

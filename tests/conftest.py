@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 from pool import RankHung, RankPool
 
+collect_ignore = ["ascend"]  # runs in the environment of triton-ascend, by `make ascend-check`
 LIMIT = 240.0  # seconds for a test, for its setup and for its teardown; several times what the longest needs on a slow machine
 SLOW_LIMIT = 3600.0
 MORE = 30.0  # seconds after LIMIT at which the session ends, where the main thread runs no Python that could raise
