@@ -174,6 +174,11 @@ def wrap_of(pool: RankPool, ranks: int, code_max: int, first: int, depth: int, c
     pool.run(ranks, wrap.across_the_wrap, "portable", "push", code_max, first, depth, count, timeout=100)
 
 
+def late_cell(pool: RankPool) -> None:
+    """Needs the codes of a slot to be cleared in a new lap."""
+    assert pool.run(2, wrap.late_cell, "portable", "push") == [11.0, 11.0]
+
+
 def waves(pool: RankPool, ranks: int, rows: int) -> None:
     taken = pool.run(ranks, cases_de.more_rows_than_the_window, {}, rows)
     # Of 5 steps with 8, 3, 8, 0 and 1 rows of each rank, all to one expert.
@@ -203,6 +208,7 @@ EXCHANGES: dict[str, Case] = {
     "wrap of three slots": lambda pool: wrap_of(pool, 3, 9, 2, 3, 16),
     "the real wrap": lambda pool: wrap_of(pool, 2, 2**31 - 1, 2**31 - 4, 2, 8),
     "calls beyond 32 bits": lambda pool: wrap_of(pool, 2, 9, 2**32 - 3, 2, 8),
+    "a late cell of the lap before": late_cell,
     "waves of three rows": lambda pool: waves(pool, 2, 3),
     "waves of one row": lambda pool: waves(pool, 3, 1),
     "no rows for a rank": test_cases_abch.test_case_04_rank_receives_zero_rows,
