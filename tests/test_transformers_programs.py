@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from as_user import run_as_user
+from torch._C._distributed_c10d import HashStore
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -71,7 +72,7 @@ def test_an_untrained_model_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> 
     """One rank, in this process."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     program = importlib.import_module("convert_and_train")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"the loss was 5\.\d+ and is 5\.\d+"):
             program.main(argparse.Namespace(steps=0, out=None))
