@@ -75,7 +75,7 @@ def test_tens_of_calls_reuse_slots_and_codes(pool: RankPool) -> None:
             routing=("any", "one")[n % 2],
             target=n % 3,
         )
-        for n in range(24)
+        for n in range(16)
     )
     case = Case(experts=3, steps=few, max_tokens=8, code_max=5, flag_rows=(1, 2))
     pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
@@ -85,6 +85,49 @@ def test_waves(pool: RankPool) -> None:
     """Slots of 5 rows: each call takes several waves, and the flags of one are no flags of the next."""
     case = Case(experts=5, steps=steps(3, align=2)[:3], recv_rows=5, flag_rows=(0, 2))
     pool.run(3, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+# What a rank must wait for, and the process that is late with it.
+LATE = {
+    "rows": (0, "push"),
+    "results": (0, "give"),
+    "a wave is read": (1, "take"),
+    "rows of the next wave": (0, "push"),
+}
+
+
+@pytest.mark.parametrize("what", list(LATE))
+def test_nobody_goes_on_without_a_rank_that_is_late(pool: RankPool, what: str) -> None:
+    """All rows go to rank 1, in slots of 4 rows where it is about waves; results come back from both."""
+    waves = "wave" in what
+    late, kernel = LATE[what]
+    made = [
+        Step(
+            tokens=(5, 2), top_k=1, hidden=9, rows="turn", seed=n, routing="one", target=n if waves else 1 - n
+        )
+        for n in range(1 if waves else 0, 2)
+    ]
+    case = Case(experts=2, steps=tuple(made), recv_rows=4 if waves else None, late=((late, kernel),))
+    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_codes_of_the_lap_before_say_nothing(pool: RankPool) -> None:
+    """Calls 1 and 11 have slot and code in common (NS = 2, V = 5), and nothing is sent between; who sends again is late."""
+    calls = tuple(
+        Step(
+            tokens=(5, 3) if n in (1, 11) else (0, 0), top_k=2, hidden=9, rows="turn", seed=n, routing="round"
+        )
+        for n in range(1, 12)
+    )
+    for kernel in ("push", "give"):
+        case = Case(experts=2, steps=calls, max_tokens=8, code_max=5, late=((1, kernel),))
+        pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_a_program_that_is_late_is_waited_for(pool: RankPool) -> None:
+    """A combine cell speaks for rows that several programs write."""
+    case = Case(experts=4, steps=steps(2)[1:2], programs=2, flag_rows=(1,), late=((1, "give"), (3, "give")))
+    pool.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
 def test_rows_of_pairs(pool: RankPool) -> None:

@@ -39,6 +39,7 @@ class Case:
         flag_rows: of each rank, by rank mod its length.
         numpy: ranks that are numpy.
         delay_ms: before launches, at most.
+        late: (process, kernel): that process is long late with that kernel, so that who doesn't wait for it is wrong.
     """
 
     experts: int
@@ -51,6 +52,14 @@ class Case:
     flag_rows: tuple[int, ...] = (0,)
     numpy: tuple[int, ...] = ()
     delay_ms: float = 1.0
+    late: tuple[tuple[int, str], ...] = ()
+
+    def delay(self, ctx: RankContext, kernel: str) -> None:
+        """Sleep before a launch."""
+        if (ctx.rank, kernel) in self.late:
+            time.sleep(0.3)
+        elif self.delay_ms:
+            ctx.jitter(self.delay_ms)
 
     def layout(self, ranks: int) -> WindowLayout:
         K = max(step.top_k for step in self.steps)
@@ -108,7 +117,7 @@ def kernel_rank(ctx: RankContext, case: Case, **options: Any) -> KernelRank:
         program=program if case.programs > 1 else None,
         programs=case.programs,
         flag_rows=case.flag_rows[rank % len(case.flag_rows)],
-        delay=lambda: ctx.jitter(case.delay_ms) if case.delay_ms else None,
+        delay=lambda kernel: case.delay(ctx, kernel),
         **options,
     )
 
@@ -301,7 +310,7 @@ def mixed(ctx: RankContext, case: Case) -> None:
             layout,
             windows,
             flag_rows=case.flag_rows[rank % len(case.flag_rows)],
-            delay=lambda: ctx.jitter(case.delay_ms),
+            delay=lambda kernel: case.delay(ctx, kernel),
         )
     for number, step in enumerate(case.steps):
         inputs = all_inputs(step, case.experts)
