@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from as_user import run_as_user
-from torch._C._distributed_c10d import HashStore
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -68,11 +67,11 @@ def test_convert_and_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.transformers
-def test_an_untrained_model_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untrained_model_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, in this process."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     program = importlib.import_module("convert_and_train")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"the loss was 5\.\d+ and is 5\.\d+"):
             program.main(argparse.Namespace(steps=0, out=None))
