@@ -67,6 +67,7 @@ def test_convert_and_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.transformers
+@pytest.mark.ep_implementation  # as above
 def test_an_untrained_model_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, in this process."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
