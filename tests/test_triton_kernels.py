@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton; the ranks inherit it
 
 import pytest
+from lanes import slow
 from pool import RankPool
 from rank_bodies import triton_bodies
 from rank_bodies.inputs import Step
@@ -33,7 +34,7 @@ def steps(ranks: int, **changes: object) -> tuple[Step, ...]:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3])
 def test_dispatch_and_combine(pool: RankPool, ranks: int) -> None:
     case = Case(experts=5, steps=steps(ranks), flag_rows=(0, 1, 3))
     pool.run(ranks, triton_bodies.exchange, case, timeout=TIMEOUT)
@@ -152,7 +153,7 @@ def test_rows_of_pairs(pool: RankPool) -> None:
     pool.run(2, triton_bodies.pair_rows, case, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("step", [{}, {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
+@pytest.mark.parametrize("step", [slow({}), {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
 def test_beside_numpy(pool: RankPool, step: dict[str, object]) -> None:
     """A rank made from the document alone pulls and pushes as it likes."""
     case = Case(experts=5, steps=steps(3, **step), numpy=(1,), flag_rows=(0, 0, 2))
