@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton; the ranks inherit it
 
 import pytest
+from lanes import slow
 from pool import RankPool
 from rank_bodies import triton_bodies
 from rank_bodies.inputs import Step
@@ -33,7 +34,7 @@ def steps(ranks: int, **changes: object) -> tuple[Step, ...]:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3])
 def test_dispatch_and_combine(pool: RankPool, ranks: int) -> None:
     case = Case(experts=5, steps=steps(ranks), flag_rows=(0, 1, 3))
     pool.run(ranks, triton_bodies.exchange, case, timeout=TIMEOUT)
@@ -98,16 +99,29 @@ LATE = {
 
 @pytest.mark.parametrize("what", list(LATE))
 def test_nobody_goes_on_without_a_rank_that_is_late(pool: RankPool, what: str) -> None:
-    """All rows go to rank 1, in slots of 4 rows where it is about waves; results come back from both."""
+    """All rows go to one rank, in slots of 4 rows where it is about waves."""
     waves = "wave" in what
     late, kernel = LATE[what]
+    calls = (1,) if waves else range(4)  # the third finds in its slot what the first left, with another code
     made = [
         Step(
-            tokens=(5, 2), top_k=1, hidden=9, rows="turn", seed=n, routing="one", target=n if waves else 1 - n
+            tokens=(5, 2),
+            top_k=1,
+            hidden=9,
+            rows="turn",
+            seed=n,
+            routing="one",
+            target=1 if waves else (n + 1) % 2,
         )
-        for n in range(1 if waves else 0, 2)
+        for n in calls
     ]
-    case = Case(experts=2, steps=tuple(made), recv_rows=4 if waves else None, late=((late, kernel),))
+    case = Case(
+        experts=2,
+        steps=tuple(made),
+        recv_rows=4 if waves else None,
+        flag_rows=(1,),
+        late=((late, kernel),),
+    )
     pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
@@ -126,7 +140,11 @@ def test_codes_of_the_lap_before_say_nothing(pool: RankPool) -> None:
 
 def test_a_program_that_is_late_is_waited_for(pool: RankPool) -> None:
     """A combine cell speaks for rows that several programs write."""
-    case = Case(experts=4, steps=steps(2)[1:2], programs=2, flag_rows=(1,), late=((1, "give"), (3, "give")))
+    late = ((1, "give"), (3, "give"))
+    step = Step(
+        tokens=(5, 1), top_k=1, hidden=9, seed=1, routing="round"
+    )  # rank 0's rows are given by both programs
+    case = Case(experts=4, steps=(step,), programs=2, late=late, late_s=1.0)
     pool.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
@@ -135,7 +153,7 @@ def test_rows_of_pairs(pool: RankPool) -> None:
     pool.run(2, triton_bodies.pair_rows, case, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("step", [{}, {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
+@pytest.mark.parametrize("step", [slow({}), {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
 def test_beside_numpy(pool: RankPool, step: dict[str, object]) -> None:
     """A rank made from the document alone pulls and pushes as it likes."""
     case = Case(experts=5, steps=steps(3, **step), numpy=(1,), flag_rows=(0, 0, 2))

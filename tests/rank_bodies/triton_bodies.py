@@ -39,7 +39,7 @@ class Case:
         flag_rows: of each rank, by rank mod its length.
         numpy: ranks that are numpy.
         delay_ms: before launches, at most.
-        late: (process, kernel): that process is long late with that kernel, so that who doesn't wait for it is wrong.
+        late, late_s: (process, kernel): that process is so many seconds late with that kernel.
     """
 
     experts: int
@@ -53,11 +53,12 @@ class Case:
     numpy: tuple[int, ...] = ()
     delay_ms: float = 1.0
     late: tuple[tuple[int, str], ...] = ()
+    late_s: float = 0.3
 
     def delay(self, ctx: RankContext, kernel: str) -> None:
         """Sleep before a launch."""
         if (ctx.rank, kernel) in self.late:
-            time.sleep(0.3)
+            time.sleep(self.late_s)
         elif self.delay_ms:
             ctx.jitter(self.delay_ms)
 
