@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton; the ranks inherit it
 
 import pytest
+from lanes import slow
 from pool import RankPool
 from rank_bodies import triton_bodies
 from rank_bodies.inputs import Step
@@ -33,7 +34,7 @@ def steps(ranks: int, **changes: object) -> tuple[Step, ...]:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3])
 def test_dispatch_and_combine(pool: RankPool, ranks: int) -> None:
     case = Case(experts=5, steps=steps(ranks), flag_rows=(0, 1, 3))
     pool.run(ranks, triton_bodies.exchange, case, timeout=TIMEOUT)
@@ -75,7 +76,7 @@ def test_tens_of_calls_reuse_slots_and_codes(pool: RankPool) -> None:
             routing=("any", "one")[n % 2],
             target=n % 3,
         )
-        for n in range(24)
+        for n in range(16)
     )
     case = Case(experts=3, steps=few, max_tokens=8, code_max=5, flag_rows=(1, 2))
     pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
@@ -87,12 +88,72 @@ def test_waves(pool: RankPool) -> None:
     pool.run(3, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
+# What a rank must wait for, and the process that is late with it.
+LATE = {
+    "rows": (0, "push"),
+    "results": (0, "give"),
+    "a wave is read": (1, "take"),
+    "rows of the next wave": (0, "push"),
+}
+
+
+@pytest.mark.parametrize("what", list(LATE))
+def test_nobody_goes_on_without_a_rank_that_is_late(pool: RankPool, what: str) -> None:
+    """All rows go to one rank, in slots of 4 rows where it is about waves."""
+    waves = "wave" in what
+    late, kernel = LATE[what]
+    calls = (1,) if waves else range(4)  # the third finds in its slot what the first left, with another code
+    made = [
+        Step(
+            tokens=(5, 2),
+            top_k=1,
+            hidden=9,
+            rows="turn",
+            seed=n,
+            routing="one",
+            target=1 if waves else (n + 1) % 2,
+        )
+        for n in calls
+    ]
+    case = Case(
+        experts=2,
+        steps=tuple(made),
+        recv_rows=4 if waves else None,
+        flag_rows=(1,),
+        late=((late, kernel),),
+    )
+    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_codes_of_the_lap_before_say_nothing(pool: RankPool) -> None:
+    """Calls 1 and 11 have slot and code in common (NS = 2, V = 5), and nothing is sent between; who sends again is late."""
+    calls = tuple(
+        Step(
+            tokens=(5, 3) if n in (1, 11) else (0, 0), top_k=2, hidden=9, rows="turn", seed=n, routing="round"
+        )
+        for n in range(1, 12)
+    )
+    for kernel in ("push", "give"):
+        case = Case(experts=2, steps=calls, max_tokens=8, code_max=5, late=((1, kernel),))
+        pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
+def test_a_program_that_is_late_is_waited_for(pool: RankPool) -> None:
+    """A combine cell speaks for rows that several programs write."""
+    late = ((1, "give"), (3, "give"))
+    step = Step(
+        tokens=(5, 1), top_k=1, hidden=9, seed=1, routing="round"
+    )  # rank 0's rows are given by both programs
+    case = Case(experts=4, steps=(step,), programs=2, late=late, late_s=1.0)
+    pool.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
+
+
 def test_rows_of_pairs(pool: RankPool) -> None:
     case = Case(experts=3, steps=steps(2, weight_dtype=None)[:1])
     pool.run(2, triton_bodies.pair_rows, case, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("step", [{}, {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
+@pytest.mark.parametrize("step", [slow({}), {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
 def test_beside_numpy(pool: RankPool, step: dict[str, object]) -> None:
     """A rank made from the document alone pulls and pushes as it likes."""
     case = Case(experts=5, steps=steps(3, **step), numpy=(1,), flag_rows=(0, 0, 2))
@@ -138,7 +199,7 @@ def test_fused(pool: RankPool, how: str, ranks: int) -> None:
     launches, vector, programs = FUSED[how]
     made = steps(ranks, dtype="float32" if ranks == 2 else "bfloat16", hidden=40)
     again = replace(made[0], again=made[0].seed, seed=9)
-    chosen = (*made, again) if how == "one launch" else (made[0], made[3])
+    chosen = {"one launch": (*made, again), "by vectors": made[1:2]}.get(how, (made[0], made[3]))
     case = Case(experts=5, steps=chosen, programs=programs, flag_rows=(0, 2), delay_ms=3.0)
     pool.run(ranks * programs, triton_bodies.fused_calls, case, launches, vector, 20, timeout=TIMEOUT)
 

@@ -155,7 +155,7 @@ class KernelRank:
         program, programs: which of the rank's programs this process is; a launch has then one program. None: a launch
             has all of them.
         flag_rows: rows of a run that share a flag, 0 all.
-        delay: called before each launch.
+        delay: called with the kernel's name before each launch that may be repeated.
         polls: looks at a code before a launch returns.
         patience: seconds that launches are repeated.
         rounds: casts from float32 to bfloat16 truncate (see rounding.py).
@@ -172,9 +172,9 @@ class KernelRank:
         program: int | None = None,
         programs: int = 1,
         flag_rows: int = 0,
-        delay: Callable[[], None] = lambda: None,
+        delay: Callable[[str], None] = lambda _: None,
         polls: int = 20,
-        patience: float = 30.0,
+        patience: float = 80.0,
         rounds: bool = True,
     ) -> None:
         self.me, self.layout, self.launch, self.programs = me, layout, launch, programs
@@ -225,7 +225,7 @@ class KernelRank:
         arguments = {name: known[name] for name in names if name not in constants}
         deadline = time.monotonic() + self.patience
         while True:
-            self.delay()
+            self.delay(kernel.__name__)
             self.launch(kernel, 1 if self._program is not None else self.programs, arguments, constants)
             wrong = state[state[:, 0] != 0]
             if len(wrong) == 0:

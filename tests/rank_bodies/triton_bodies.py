@@ -39,6 +39,7 @@ class Case:
         flag_rows: of each rank, by rank mod its length.
         numpy: ranks that are numpy.
         delay_ms: before launches, at most.
+        late, late_s: (process, kernel): that process is so many seconds late with that kernel.
     """
 
     experts: int
@@ -51,6 +52,15 @@ class Case:
     flag_rows: tuple[int, ...] = (0,)
     numpy: tuple[int, ...] = ()
     delay_ms: float = 1.0
+    late: tuple[tuple[int, str], ...] = ()
+    late_s: float = 0.3
+
+    def delay(self, ctx: RankContext, kernel: str) -> None:
+        """Sleep before a launch."""
+        if (ctx.rank, kernel) in self.late:
+            time.sleep(self.late_s)
+        elif self.delay_ms:
+            ctx.jitter(self.delay_ms)
 
     def layout(self, ranks: int) -> WindowLayout:
         K = max(step.top_k for step in self.steps)
@@ -108,7 +118,7 @@ def kernel_rank(ctx: RankContext, case: Case, **options: Any) -> KernelRank:
         program=program if case.programs > 1 else None,
         programs=case.programs,
         flag_rows=case.flag_rows[rank % len(case.flag_rows)],
-        delay=lambda: ctx.jitter(case.delay_ms) if case.delay_ms else None,
+        delay=lambda kernel: case.delay(ctx, kernel),
         **options,
     )
 
@@ -301,7 +311,7 @@ def mixed(ctx: RankContext, case: Case) -> None:
             layout,
             windows,
             flag_rows=case.flag_rows[rank % len(case.flag_rows)],
-            delay=lambda: ctx.jitter(case.delay_ms),
+            delay=lambda kernel: case.delay(ctx, kernel),
         )
     for number, step in enumerate(case.steps):
         inputs = all_inputs(step, case.experts)
