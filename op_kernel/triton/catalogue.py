@@ -305,7 +305,8 @@ def _experts(target: str, size: Size) -> Iterator[Variant]:
                 spins=spins,
                 signals=signals,
                 uses_dot=bool(phases & DO_EXPERTS.value) and not vector,
-                warps=8,
+                # With eight, ptxas takes fewer registers than a kernel of small rows needs.
+                warps=8 if phases & DO_EXPERTS.value or size.BH * size.BR > 4096 else 4,
                 arch=arch,
             )
 

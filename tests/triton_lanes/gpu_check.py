@@ -39,7 +39,7 @@ class Usage:
 
     Attributes:
         registers: per thread (on AMD vector registers, accumulators included).
-        spills: on NVIDIA bytes, on AMD registers; 0 is expected.
+        spills: to memory; on NVIDIA bytes, on AMD vector registers; 0 is expected.
         shared: bytes per program.
         matrix: instructions of the matrix units.
         fused: multiply-adds with one rounding, which would change results.
@@ -81,7 +81,9 @@ def amd_usage(compiled: Any, log: str) -> Usage:
     text = compiled.asm["amdgcn"]
     return Usage(
         registers=number(r"\.vgpr_count:\s+(\d+)", text),
-        spills=number(r"\.[sv]gpr_spill_count:\s*(\d+)", text),
+        spills=number(
+            r"\.vgpr_spill_count:\s*(\d+)", text
+        ),  # scalar registers spill to vector ones, not to memory
         shared=compiled.metadata.shared,
         matrix=text.count("v_mfma"),
         fused=len(re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac)_f", text)),

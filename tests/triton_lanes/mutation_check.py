@@ -64,8 +64,8 @@ def lint(root: Path, builds: Path, mutation: Mutation | None, seconds: float) ->
 
 
 LANES = (
-    Lane("interpreter", run_lane("interpreter", "--calls", "6"), lane.WRONG),
-    Lane("native x86", run_lane("native", "--weak", "--calls", "60"), lane.WRONG),
+    Lane("interpreter", run_lane("interpreter", "--calls", "4"), lane.WRONG),
+    Lane("native x86", run_lane("native", "--weak", "--calls", "50"), lane.WRONG),
     Lane("lint", lint, 1),
 )
 
