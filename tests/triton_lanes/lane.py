@@ -327,7 +327,7 @@ def run_calls(
     interpreter = options.lane == "interpreter"
     pause = random.Random(options.seed * 100 + me)
 
-    def delay() -> None:
+    def delay(_: str) -> None:
         if pause.random() < 0.1:
             time.sleep(pause.random() * 0.005)
 
