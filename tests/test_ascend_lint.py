@@ -298,3 +298,27 @@ def test_it_needs_no_torch() -> None:
     )
     assert "vanished-loop" in done.stdout
     assert done.stdout.splitlines()[-1] == "moe_a2a.EPGroup needs torch, which isn't installed; see README.md"
+
+
+@pytest.mark.parametrize("crashes, ends", [(lower.RUNS - 1, True), (lower.RUNS, False)])
+def test_a_tool_that_crashes_now_and_then_is_run_again(tmp_path: Path, crashes: int, ends: bool) -> None:
+    runs, tool = tmp_path / "runs", tmp_path / "tool"
+    tool.write_text(
+        f"#!/bin/sh\necho run >> {runs}\n[ $(wc -l < {runs}) -gt {crashes} ] || kill -SEGV $$\necho made\n"
+    )
+    tool.chmod(0o755)
+    if ends:
+        assert lower._run([tool]) == "made\n"
+    else:
+        with pytest.raises(RuntimeError, match="ended with -11"):
+            lower._run([tool])
+    assert len(runs.read_text().splitlines()) == lower.RUNS
+
+
+def test_a_tool_that_fails_is_not_run_again(tmp_path: Path) -> None:
+    runs, tool = tmp_path / "runs", tmp_path / "tool"
+    tool.write_text(f"#!/bin/sh\necho run >> {runs}\necho no such option >&2\nexit 1\n")
+    tool.chmod(0o755)
+    with pytest.raises(RuntimeError, match="no such option"):
+        lower._run([tool])
+    assert runs.read_text() == "run\n"
