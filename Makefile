@@ -12,6 +12,7 @@
 #   make aarch64-check  compiles the kernels for aarch64 (Debian: apt-get install g++-aarch64-linux-gnu)
 #   make aarch64-test   runs ranks as threads on them, under qemu (Debian: apt-get install qemu-user)
 #   make ascend-check   lowers every Triton kernel for Ascend 910B, 910_93 and 950 and checks what the compiler made of it
+#                   (`make ascend-check-short`: the small sizes, for 910B)
 #   make native-check   runs what the Ascend compiler gets of the Triton kernels on this CPU: ranks as processes, programs as threads
 #   make mutation-check puts faults into the Triton kernels and says which of the checks notices each
 #   make gpu-check      compiles every Triton kernel for sm_90 and gfx942, with no GPU: registers, shared memory, spills
@@ -31,7 +32,7 @@ SOURCES := setup.py pyproject.toml $(wildcard op_kernel/cpu/*) $(wildcard op_hos
 CHOICE := $(VENV)/.torch-$(shell echo '$(TORCH) $(PYTHON)' | cksum | cut -d' ' -f1)
 
 .PHONY: demo train test test-long bench bench-protocol bench-moe bench-short bench-transformers transformers-setup transformers-test \
-  transformers-test-newest transformers-test-5.14.1 lint format aarch64-check aarch64-test ascend-check native-check mutation-check gpu-check \
+  transformers-test-newest transformers-test-5.14.1 lint format aarch64-check aarch64-test ascend-check ascend-check-short native-check mutation-check gpu-check \
   model model-short wheel clean setup
 
 setup: $(VENV)/.ready
@@ -150,6 +151,10 @@ $(ASCEND_VENV)/.ready: Makefile
 ascend-check: $(ASCEND_VENV)/.ready
 	PYTHONPATH=$(CURDIR) $(ASCEND_BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/ascend
 	PYTHONPATH=$(CURDIR) $(ASCEND_BIN)/python -m moe_a2a.ascend_lint
+
+ascend-check-short: $(ASCEND_VENV)/.ready
+	PYTHONPATH=$(CURDIR) $(ASCEND_BIN)/python -m moe_a2a.ascend_lint --kernel '*-small' --target Ascend910B1
+	PYTHONPATH=$(CURDIR) $(ASCEND_BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/ascend
 
 # What Triton kernels are checked by, beside the tests; docs/triton-lanes.md says what each of these can't see.
 LANES := PYTHONPATH=$(CURDIR):$(CURDIR)/tests MOE_A2A_ASCEND_PYTHON=$(abspath $(ASCEND_BIN))/python $(BIN)/python -m

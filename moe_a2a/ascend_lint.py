@@ -25,6 +25,7 @@ A flag is a store of one int32 value to a whole 32-byte record, or to several.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib.util
 import multiprocessing
 import os
@@ -219,7 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "file", nargs="?", type=Path, metavar="FILE.py", help="kernels to check instead of this package's own"
     )
-    parser.add_argument("--kernel", action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        help="only this one, or those of a pattern such as '*-small'; may be repeated",
+    )
     parser.add_argument(
         "--target", action="append", choices=[t.arch for t in TARGETS], help="only this one; may be repeated"
     )
@@ -236,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         installed = versions()
         kernels = load(options.file) if options.file else catalogue()
-        missing = sorted(set(options.kernel or ()) - {kernel.name for kernel in kernels})
+        wanted = options.kernel or ["*"]
+        missing = [one for one in wanted if not fnmatch.filter([kernel.name for kernel in kernels], one)]
         if missing:
             raise ValueError(
                 f"ascend_lint: no kernel {missing[0]!r}; there are {', '.join(k.name for k in kernels)}"
@@ -244,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NotInstalled, ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
-    kernels = [kernel for kernel in kernels if kernel.name in (options.kernel or [kernel.name])]
+    kernels = [kernel for kernel in kernels if any(fnmatch.fnmatchcase(kernel.name, one) for one in wanted)]
     targets = [target for target in TARGETS if target.arch in (options.target or [target.arch])]
     start = time.monotonic()
 
