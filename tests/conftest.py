@@ -102,3 +102,12 @@ def pool() -> Iterator[RankPool]:
     yield ranks
     problems = ranks.close()
     assert not problems, "\n".join(problems)
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[RankPool]:
+    """Four ranks whose Triton kernels are interpreted, which has to be known before Triton is imported."""
+    ranks = RankPool(4, env={"TRITON_INTERPRET": "1"})
+    yield ranks
+    problems = ranks.close()
+    assert not problems, "\n".join(problems)

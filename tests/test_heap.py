@@ -6,8 +6,6 @@ is everything but torch's own part: a stand-in with torch's calls hands out shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from lanes import slow
@@ -55,18 +53,9 @@ def test_torch_symmetric_memory_that_cannot_be_had(
         assert sentence in first
 
 
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[RankPool]:
-    """Two ranks whose Triton kernels are interpreted."""
-    ranks = RankPool(2, env={"TRITON_INTERPRET": "1"})
-    yield ranks
-    problems = ranks.close()
-    assert not problems, "\n".join(problems)
-
-
 @pytest.mark.parametrize("kernels", ["auto", slow("triton")])
-def test_a_group_on_devices(interpreting: RankPool, kernels: str) -> None:
-    for described in interpreting.run(2, heap.group_on_devices, kernels):
+def test_a_group_on_devices(interpreted: RankPool, kernels: str) -> None:
+    for described in interpreted.run(2, heap.group_on_devices, kernels):
         assert described.startswith(
             "cuda: asked for; all 2 ranks' memory is mapped on cpu; rows moved by Triton"
         )

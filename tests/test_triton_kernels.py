@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton; the ranks inherit it
 
 import pytest
 from lanes import slow
@@ -35,35 +32,35 @@ def steps(ranks: int, **changes: object) -> tuple[Step, ...]:
 
 
 @pytest.mark.parametrize("ranks", [1, slow(2), 3])
-def test_dispatch_and_combine(pool: RankPool, ranks: int) -> None:
+def test_dispatch_and_combine(interpreted: RankPool, ranks: int) -> None:
     case = Case(experts=5, steps=steps(ranks), flag_rows=(0, 1, 3))
-    pool.run(ranks, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(ranks, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-def test_dtypes(pool: RankPool, dtype: str) -> None:
+def test_dtypes(interpreted: RankPool, dtype: str) -> None:
     """Rows, weights and results of every dtype; y of another one than x."""
     two = steps(2, dtype=dtype, weight_dtype="float64" if dtype == "float64" else "bfloat16", hidden=33)[:2]
-    pool.run(2, triton_bodies.exchange, Case(experts=3, steps=two), timeout=TIMEOUT)
+    interpreted.run(2, triton_bodies.exchange, Case(experts=3, steps=two), timeout=TIMEOUT)
     two = steps(2, dtype=dtype, y_dtype="bfloat16", weight_dtype=None, hidden=33)[:1]
-    pool.run(2, triton_bodies.exchange, Case(experts=3, steps=two), timeout=TIMEOUT)
+    interpreted.run(2, triton_bodies.exchange, Case(experts=3, steps=two), timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8_e4m3"])
-def test_quantised_rows_have_the_bits_of_the_oracle(pool: RankPool, quantize: str) -> None:
+def test_quantised_rows_have_the_bits_of_the_oracle(interpreted: RankPool, quantize: str) -> None:
     made = steps(2, quantize=quantize, hidden=200)[:2]
     broken = replace(made[0], rows="nan", seed=7)
     case = Case(experts=4, steps=(*made, broken, replace(made[0], dtype="float32", seed=8)), flag_rows=(2,))
-    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
-def test_programs_of_a_rank_are_processes(pool: RankPool) -> None:
+def test_programs_of_a_rank_are_processes(interpreted: RankPool) -> None:
     """They wait for each other's rows, and any of them may be late."""
     case = Case(experts=5, steps=steps(2)[1:], programs=2, flag_rows=(2,), delay_ms=4.0)
-    pool.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
-def test_tens_of_calls_reuse_slots_and_codes(pool: RankPool) -> None:
+def test_tens_of_calls_reuse_slots_and_codes(interpreted: RankPool) -> None:
     """Sparse rows at high places: five codes, so each slot sees the codes of many laps."""
     few = tuple(
         Step(
@@ -79,13 +76,13 @@ def test_tens_of_calls_reuse_slots_and_codes(pool: RankPool) -> None:
         for n in range(16)
     )
     case = Case(experts=3, steps=few, max_tokens=8, code_max=5, flag_rows=(1, 2))
-    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
-def test_waves(pool: RankPool) -> None:
+def test_waves(interpreted: RankPool) -> None:
     """Slots of 5 rows: each call takes several waves, and the flags of one are no flags of the next."""
     case = Case(experts=5, steps=steps(3, align=2)[:3], recv_rows=5, flag_rows=(0, 2))
-    pool.run(3, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(3, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
 # What a rank must wait for, and the process that is late with it.
@@ -98,7 +95,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("what", list(LATE))
-def test_nobody_goes_on_without_a_rank_that_is_late(pool: RankPool, what: str) -> None:
+def test_nobody_goes_on_without_a_rank_that_is_late(interpreted: RankPool, what: str) -> None:
     """All rows go to one rank, in slots of 4 rows where it is about waves."""
     waves = "wave" in what
     late, kernel = LATE[what]
@@ -122,10 +119,10 @@ def test_nobody_goes_on_without_a_rank_that_is_late(pool: RankPool, what: str) -
         flag_rows=(1,),
         late=((late, kernel),),
     )
-    pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
-def test_codes_of_the_lap_before_say_nothing(pool: RankPool) -> None:
+def test_codes_of_the_lap_before_say_nothing(interpreted: RankPool) -> None:
     """Calls 1 and 11 have slot and code in common (NS = 2, V = 5), and nothing is sent between; who sends again is late."""
     calls = tuple(
         Step(
@@ -135,51 +132,54 @@ def test_codes_of_the_lap_before_say_nothing(pool: RankPool) -> None:
     )
     for kernel in ("push", "give"):
         case = Case(experts=2, steps=calls, max_tokens=8, code_max=5, late=((1, kernel),))
-        pool.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
+        interpreted.run(2, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
-def test_a_program_that_is_late_is_waited_for(pool: RankPool) -> None:
+def test_a_program_that_is_late_is_waited_for(interpreted: RankPool) -> None:
     """A combine cell speaks for rows that several programs write."""
     late = ((1, "give"), (3, "give"))
     step = Step(
         tokens=(5, 1), top_k=1, hidden=9, seed=1, routing="round"
     )  # rank 0's rows are given by both programs
     case = Case(experts=4, steps=(step,), programs=2, late=late, late_s=1.0)
-    pool.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
+    interpreted.run(4, triton_bodies.exchange, case, timeout=TIMEOUT)
 
 
-def test_rows_of_pairs(pool: RankPool) -> None:
+def test_rows_of_pairs(interpreted: RankPool) -> None:
     case = Case(experts=3, steps=steps(2, weight_dtype=None)[:1])
-    pool.run(2, triton_bodies.pair_rows, case, timeout=TIMEOUT)
+    interpreted.run(2, triton_bodies.pair_rows, case, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("step", [slow({}), {"quantize": "int8"}, {"align": 4, "weight_dtype": "float64"}])
-def test_beside_numpy(pool: RankPool, step: dict[str, object]) -> None:
+def test_beside_numpy(interpreted: RankPool, step: dict[str, object]) -> None:
     """A rank made from the document alone pulls and pushes as it likes."""
     case = Case(experts=5, steps=steps(3, **step), numpy=(1,), flag_rows=(0, 0, 2))
-    pool.run(3, triton_bodies.mixed, case, timeout=TIMEOUT)
+    interpreted.run(3, triton_bodies.mixed, case, timeout=TIMEOUT)
 
 
-def test_a_refusal_is_seen(pool: RankPool) -> None:
+def test_a_refusal_is_seen(interpreted: RankPool) -> None:
     case = Case(experts=2, steps=(steps(2, weight_dtype=None)[1],), numpy=(1,))
-    errors = pool.run(2, triton_bodies.refused, case, timeout=TIMEOUT)
+    errors = interpreted.run(2, triton_bodies.refused, case, timeout=TIMEOUT)
     assert errors[0] == words.ERROR_REFUSED.value
 
 
-def test_a_missing_rank_is_named(pool: RankPool) -> None:
+def test_a_missing_rank_is_named(interpreted: RankPool) -> None:
     case = Case(experts=3, steps=(steps(2)[0],))
-    assert pool.run(2, triton_bodies.missing, case, timeout=TIMEOUT)[0] == [words.ERROR_RECORD.value, 1]
+    assert interpreted.run(2, triton_bodies.missing, case, timeout=TIMEOUT)[0] == [
+        words.ERROR_RECORD.value,
+        1,
+    ]
 
 
-def test_sums_are_exact_about_zeros_subnormals_and_ties(pool: RankPool) -> None:
-    pool.run(1, triton_bodies.exact_sums, timeout=TIMEOUT)
+def test_sums_are_exact_about_zeros_subnormals_and_ties(interpreted: RankPool) -> None:
+    interpreted.run(1, triton_bodies.exact_sums, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize(
     ("token", "error"), [(2, 0), (3, words.ERROR_TOKEN.value), (-1, words.ERROR_TOKEN.value)]
 )
-def test_a_lying_token_list(pool: RankPool, token: int, error: int) -> None:
-    assert pool.run(1, triton_bodies.lying_list, token, timeout=TIMEOUT) == [error]
+def test_a_lying_token_list(interpreted: RankPool, token: int, error: int) -> None:
+    assert interpreted.run(1, triton_bodies.lying_list, token, timeout=TIMEOUT) == [error]
 
 
 FUSED = {
@@ -195,25 +195,25 @@ FUSED = {
 @pytest.mark.parametrize(
     ("how", "ranks"), [*((how, 2) for how in FUSED), ("one launch", 3), ("three launches", 3)]
 )
-def test_fused(pool: RankPool, how: str, ranks: int) -> None:
+def test_fused(interpreted: RankPool, how: str, ranks: int) -> None:
     launches, vector, programs = FUSED[how]
     made = steps(ranks, dtype="float32" if ranks == 2 else "bfloat16", hidden=40)
     again = replace(made[0], again=made[0].seed, seed=9)
     chosen = {"one launch": (*made, again), "by vectors": made[1:2]}.get(how, (made[0], made[3]))
     case = Case(experts=5, steps=chosen, programs=programs, flag_rows=(0, 2), delay_ms=3.0)
-    pool.run(ranks * programs, triton_bodies.fused_calls, case, launches, vector, 20, timeout=TIMEOUT)
+    interpreted.run(ranks * programs, triton_bodies.fused_calls, case, launches, vector, 20, timeout=TIMEOUT)
 
 
-def test_fused_on_one_rank(pool: RankPool) -> None:
+def test_fused_on_one_rank(interpreted: RankPool) -> None:
     case = Case(experts=3, steps=steps(1, dtype="float64", hidden=24))
-    pool.run(1, triton_bodies.fused_calls, case, (ALL,), False, 17, timeout=TIMEOUT)
+    interpreted.run(1, triton_bodies.fused_calls, case, (ALL,), False, 17, timeout=TIMEOUT)
 
 
-def test_fused_writes_nothing_when_the_records_want_judgement(pool: RankPool) -> None:
+def test_fused_writes_nothing_when_the_records_want_judgement(interpreted: RankPool) -> None:
     """Too many rows for a slot; a rank of another H."""
     few = steps(2, dtype="float32", hidden=12)
     case = Case(experts=2, steps=(replace(few[3], seed=0), few[1]), recv_rows=5)
-    for errors in pool.run(2, triton_bodies.fused_judged, case, timeout=TIMEOUT):
+    for errors in interpreted.run(2, triton_bodies.fused_judged, case, timeout=TIMEOUT):
         assert errors == [words.ERROR_JUDGE.value] * 2
 
 

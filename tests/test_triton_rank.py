@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -80,15 +80,6 @@ class Playing:
             self.launches += launches
             results.append(result)
         return results
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[RankPool]:
-    """Three ranks with Triton's interpreter."""
-    ranks = RankPool(3, env={"TRITON_INTERPRET": "1"})
-    yield ranks
-    problems = ranks.close()
-    assert not problems, "\n".join(problems)
 
 
 Case = Callable[[RankPool], Any]

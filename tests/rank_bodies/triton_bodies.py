@@ -15,16 +15,13 @@ import torch.distributed as dist
 from numpy_rank import NumpyRank, Sizes
 from pool import RankContext
 from torch import Tensor
+from triton_rank import KernelFailed, KernelRank, Memory, open_window, window_memory
 
 from moe_a2a import reference
 from moe_a2a.op_host.layout import Format, Quant, WindowLayout, window_layout
+from moe_a2a.op_kernel.triton import take
 from rank_bodies.inputs import Inputs, Step, all_inputs, assert_bits, dtype_of, run_experts
 from rank_bodies.numpy_rank_bodies import code_of, quantised, to_numpy, to_torch
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-from triton_rank import KernelFailed, KernelRank, Memory, open_window, window_memory
-
-from moe_a2a.op_kernel.triton import take
 
 QUANTS = {None: Quant.NONE, "int8": Quant.INT8, "fp8_e4m3": Quant.FP8_E4M3}
 
