@@ -2,7 +2,7 @@
 #
 #   make demo       the main job: dispatch -> experts -> combine between 4 processes on a real text, every row checked
 #   make train      trains a small language model, its experts spread over 2 processes (2 to 3 minutes); RANKS=4 for more
-#   make test       the tests (about ten minutes on 2 cores)
+#   make test       the tests (about a quarter of an hour on 2 cores)
 #   make transformers-test  the tests inside models of transformers, its newest version and 5.14.1, each in an environment of its own
 #                   beside the other (`make transformers-test-newest`, `make transformers-test-5.14.1`)
 #   make bench      dispatch + combine against gloo and MPI; writes benchmarks/results/*.json (`make bench-short`: half a minute;
